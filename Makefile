@@ -77,7 +77,7 @@ bitsandbytes: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh bitsandbytes $(RUN) -m pytest tests/parity/test_quantised_adapters.py $(ARGS)
 
 torchao: environment
-	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.engine.torchao_numbers --check
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.optim.torchao_numbers --check
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m pytest tests/unit/inference/test_quantised_folders.py $(ARGS)
 
 versions:

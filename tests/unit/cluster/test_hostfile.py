@@ -1,3 +1,5 @@
+"""Hostfiles, and the machines and slots that include and exclude select from them."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +8,8 @@ from plait.cluster.machines import HostfileEntry, parse_hostfile, read_hostfile,
 from plait.errors import ConfigError, InputError
 from tests.table import check_rows
 
-FILE = parse_hostfile("a slots=4\nb slots=2\nc slots=1")
+HOSTS = parse_hostfile("a slots=4\nb slots=2\nc slots=1")
+names = st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True)
 
 
 def test_comments_blank_lines_and_order():
@@ -18,22 +21,18 @@ def test_comments_blank_lines_and_order():
 
 
 @given(
-    st.dictionaries(
-        st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True),
-        st.integers(1, 16),
-        min_size=1,
-        max_size=5,
-    ),
+    st.dictionaries(names, st.integers(1, 16), min_size=1, max_size=5),
     st.sampled_from(["", " # x"]),
 )
-def test_what_is_written_is_read(slots, comment):
+def test_any_hostfile(slots, comment):
     text = "\n".join(f"{name} slots={count}{comment}" for name, count in slots.items())
-    assert parse_hostfile(text) == tuple(
-        HostfileEntry(name, tuple(range(count))) for name, count in slots.items()
-    )
+    hosts = parse_hostfile(text)
+    assert [host.name for host in hosts] == list(slots)
+    for host in hosts:
+        assert host.slots == tuple(range(slots[host.name]))
 
 
-WRONG = {
+WRONG_LINES = {
     "a slots=2\na slots=2": "hostfile:2 = 'a slots=2': a is named twice",
     "a": "hostfile:1 = 'a': not `name slots=N`",
     "a slot=2": "hostfile:1",
@@ -46,23 +45,24 @@ WRONG = {
 
 
 def check_wrong_line(row):
-    with pytest.raises(ConfigError) as caught:
-        parse_hostfile(row[0])
-    assert row[1] in str(caught.value)
+    text, message = row
+    with pytest.raises(ConfigError) as error:
+        parse_hostfile(text)
+    assert message in str(error.value)
 
 
-def test_wrong_lines():
-    check_rows({row[0][:20]: row for row in WRONG.items()}, check_wrong_line)
+def test_wrong_lines_are_refused():
+    check_rows({row[0][:20]: row for row in WRONG_LINES.items()}, check_wrong_line)
 
 
-def test_every_wrong_line_is_told():
-    with pytest.raises(ConfigError) as caught:
+def test_every_wrong_line_is_reported():
+    with pytest.raises(ConfigError) as error:
         parse_hostfile("a\nb slots=1\nb slots=1\nc slots=x")
-    found = [problem.field for problem in caught.value.problems]
-    assert found == ["hostfile:1", "hostfile:3", "hostfile:4"]
+    fields = [problem.field for problem in error.value.problems]
+    assert fields == ["hostfile:1", "hostfile:3", "hostfile:4"]
 
 
-def test_missing_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="No such file"):
         read_hostfile(tmp_path / "hosts")
 
@@ -76,12 +76,12 @@ def test_filters_keep_the_order_of_the_file():
         ("", "b", {"a": (0, 1, 2, 3), "c": (0,)}),
         ("", "a:0,1@c:0", {"a": (2, 3), "b": (0, 1)}),
     ):
-        found = select_hosts(FILE, include=include, exclude=exclude)
-        assert {host.name: host.slots for host in found} == expected, (include, exclude)
+        hosts = select_hosts(HOSTS, include=include, exclude=exclude)
+        assert {host.name: host.slots for host in hosts} == expected, (include, exclude)
 
 
-def test_filters_that_make_no_sense():
-    for include, exclude, words in (
+def test_wrong_filters_are_refused():
+    for include, exclude, message in (
         ("a", "b", "given together with --include"),
         ("d", "", "'d' is not in the hostfile; use a, b, c"),
         ("", "a:4", "a has slots 0 to 3, not 4"),
@@ -89,21 +89,21 @@ def test_filters_that_make_no_sense():
         ("a:x", "", "not slot numbers"),
         ("", "a@b@c", "leaves no machine"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            select_hosts(FILE, include=include, exclude=exclude)
+        with pytest.raises(ConfigError, match=message):
+            select_hosts(HOSTS, include=include, exclude=exclude)
 
 
 @given(st.sets(st.integers(0, 3), min_size=1, max_size=3))
-def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots):
+def test_exclude_is_the_complement_of_include(slots):
     text = f"a:{','.join(map(str, slots))}"
-    kept = select_hosts(FILE, include=text)[0].slots
-    dropped = select_hosts(FILE, exclude=text)[0].slots
-    assert sorted(kept + dropped) == [0, 1, 2, 3]
-    assert set(kept) == slots
+    included = select_hosts(HOSTS, include=text)[0].slots
+    excluded = select_hosts(HOSTS, exclude=text)[0].slots
+    assert sorted(included + excluded) == [0, 1, 2, 3]
+    assert set(included) == slots
 
 
 def test_a_user_and_a_byte_order_mark(tmp_path):
-    """As DeepSpeed reads them; `@` stands between machines in a filter."""
+    """DeepSpeed accepts both. In a filter `@` also separates machines."""
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfroot@a slots=2\nb slots=2\n")
     hosts = read_hostfile(tmp_path / "hosts")
     assert [(host.name, host.address) for host in hosts] == [("root@a", "a"), ("b", "b")]

@@ -1,4 +1,4 @@
-"""Large parameters lie on huge pages; small ones, and what refers to either, stay."""
+"""Memory on huge pages: large parameters are moved to it, and small ones stay."""
 
 import os
 
@@ -15,40 +15,39 @@ def test_memory_begins_with_a_huge_page_and_is_writable():
         ((HUGE_PAGE + 1,), torch.uint8),
         ((3 << 20,), torch.bfloat16),
     ):
-        found = host_memory.empty_on_huge_pages(shape, dtype)
-        assert found.shape == shape and found.dtype == dtype and found.data_ptr() % HUGE_PAGE == 0
-        assert found.untyped_storage().nbytes() == found.nbytes
-        assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
+        tensor = host_memory.empty_on_huge_pages(shape, dtype)
+        assert tensor.data_ptr() % HUGE_PAGE == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        # This compares shape and dtype, too.
+        torch.testing.assert_close(tensor.fill_(3), torch.full(shape, 3, dtype=dtype))
     assert host_memory.empty_on_huge_pages((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_the_end_behind_the_last_huge_page_takes_its_bytes():
+def test_a_partly_used_huge_page_takes_only_used_bytes():
     before = process_bytes(os.getpid())
-    kept = [
-        host_memory.empty_on_huge_pages((HUGE_PAGE + 4096,), torch.uint8).fill_(1)
-        for _ in range(16)
-    ]
-    taken = process_bytes(os.getpid()) - before
-    assert taken < sum(one.nbytes for one in kept) + HUGE_PAGE // 2
+    tensors = []
+    for _ in range(16):
+        tensor = host_memory.empty_on_huge_pages((HUGE_PAGE + 4096,), torch.uint8)
+        tensors.append(tensor.fill_(1))
+    used_bytes = process_bytes(os.getpid()) - before
+    assert used_bytes < 16 * tensors[0].nbytes + HUGE_PAGE // 2
 
 
-def test_parameters_keep_their_identity():
+def test_moved_parameters_stay_the_same_objects():
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(8, 8), nn.Linear(1024, 1024, bias=False))
     model[2].weight = model[0].weight
-    large, small = model[0].weight, model[1].weight
-    before = small.data_ptr()
+    large = model[0].weight
+    small = model[1].weight
+    small_pointer = small.data_ptr()
     host_memory.move_to_huge_pages(model)
-    assert (
-        model[0].weight is large
-        and model[2].weight is large
-        and isinstance(large, nn.Parameter)
-        and large.requires_grad
-    )
-    assert (
-        large.data_ptr() % HUGE_PAGE == 0
-        and large.shape == (1024, 1024)
-        and small.data_ptr() == before
-    )
+    assert model[0].weight is large
+    assert model[2].weight is large
+    assert isinstance(large, nn.Parameter)
+    assert large.requires_grad
+    assert large.shape == (1024, 1024)
+    assert large.data_ptr() % HUGE_PAGE == 0
+    assert small.data_ptr() == small_pointer
+
     with torch.no_grad():
         large.normal_()
     model[0](torch.ones(2, 1024)).sum().backward()

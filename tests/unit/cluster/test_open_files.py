@@ -1,4 +1,4 @@
-"""A process with a low limit of open files is named on all ranks before any of them waits for it."""
+"""Low limits of open files are reported on all ranks before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from plait.cluster import process_groups
+from plait.cluster import mesh, process_groups
 from plait.cluster.open_files import check_open_files
 from plait.cluster.topology import RankInfo
-from plait.errors import InputError
+from plait.errors import InputError, PlaitError
 from tests.pool import quick_starts
 
 
 def join(connection, rank, limited, port):
-    """Create the default group of two processes, one of which may open few files."""
-    from plait.cluster import mesh
-    from plait.errors import PlaitError
+    """Create the default group of two processes, one of which may open few files.
 
+    Runs on every rank.
+    """
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -42,58 +42,62 @@ def join(connection, rank, limited, port):
 
 
 def messages(limited):
-    """What both processes say."""
+    """Return the messages of both processes."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
     context = quick_starts()
-    found, processes = [], []
+    processes = []
     for rank in range(2):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=join, args=(theirs, rank, limited, port), daemon=True)
+        receiver, sender = context.Pipe()
+        process = context.Process(target=join, args=(sender, rank, limited, port), daemon=True)
         process.start()
-        processes.append((process, ours))
-    for process, ours in processes:
-        found.append(ours.recv() if ours.poll(120) else "it waits")
+        processes.append((process, receiver))
+    received = []
+    for process, receiver in processes:
+        received.append(receiver.recv() if receiver.poll(120) else "it waits")
         process.kill()
         process.join()
-    return found
+    return received
 
 
-def test_low_limit_of_the_rank_with_the_store_is_named_on_both():
+def test_a_low_limit_of_the_rank_with_the_store_is_reported():
     first, second = messages(0)
     assert first == second
     assert first.startswith("rank 0: ulimit -n: the process may have 24 open files")
     assert first.endswith("raise the limit on its machine: ulimit -n 4096")
 
 
-def test_low_limit_of_another_rank_is_named_on_both():
-    """That rank waits for nobody, so one process can be both in turn."""
-    store, said = dist.HashStore(), []
-    for rank, limited in ((1, limit_of_files(16)), (0, nullcontext())):
-        with limited, pytest.raises(InputError) as error:
+def test_a_low_limit_of_another_rank_is_reported_on_both():
+    """Rank 1 does not wait for rank 0, so this process can be both, one after the other."""
+    store = dist.HashStore()
+    errors = []
+    for rank, limit in ((1, limit_of_files(16)), (0, nullcontext())):
+        with limit, pytest.raises(InputError) as error:
             check_open_files(store, RankInfo(rank, 2, rank, 2, 0))
-        said.append(str(error.value))
-    assert said[0] == said[1] and said[0].startswith("rank 1: ulimit -n: the process may have")
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("rank 1: ulimit -n: the process may have")
 
 
 def test_the_advised_limit_suffices(monkeypatch):
-    """It is what the message says, or an administrator has to raise the hard limit."""
+    """Only an administrator can raise a hard limit."""
     with limit_of_files(16), pytest.raises(InputError) as error:
         check_open_files(dist.HashStore(), RankInfo())
     advised = int(str(error.value).rpartition("ulimit -n ")[2])
     with limit_of_files(advised):
         check_open_files(dist.HashStore(), RankInfo())
 
-    with limit_of_files(16), monkeypatch.context() as changed:
-        changed.setattr(resource, "getrlimit", lambda _: (16, 1024))
+    # A process cannot raise its hard limit again after the test.
+    with limit_of_files(16), monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (16, 1024))
         with pytest.raises(InputError, match="its hard limit is 1,024, so set nofile in "):
             check_open_files(dist.HashStore(), RankInfo())
 
 
 @contextmanager
 def limit_of_files(limit):
-    """Let this process open no file whose number is not below a limit."""
+    """Limit the numbers of files that this process may open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
@@ -103,8 +107,8 @@ def limit_of_files(limit):
 
 
 def test_exit_at_the_limit():
-    """The end of a process that can open no further file does not fail."""
-    descriptors: list[int] = []
+    """A process that can open no further file can still end."""
+    descriptors = []
     used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     with limit_of_files(used + 8):
         with suppress(OSError):

@@ -1,4 +1,7 @@
-"""Which way the chooser takes on clusters as they exist, and why. Their figures are in topologies.json, with their sources."""
+"""Choice of all-reduce algorithms and bucket sizes.
+
+The figures of the clusters and their sources are in topologies.json.
+"""
 
 import pytest
 
@@ -32,7 +35,7 @@ NVLINK = Link(3e-6, 360e9)
         (SIXTY_FOUR_NODES, 16_000 * MIB, "all-reduce"),
     ],
 )
-def test_exact_ways(group, nbytes, expected):
+def test_algorithm_of_a_cluster(group, nbytes, expected):
     choice = choose_all_reduce(nbytes, group)
     assert choice.algorithm == expected, choice.reason
     assert choice.seconds == min(algorithm_seconds(nbytes, group).values())
@@ -42,13 +45,13 @@ def test_exact_ways(group, nbytes, expected):
 
 
 def test_two_levels_halve_the_time_on_ethernet():
-    """Between two machines, hierarchical sends S once, and a flat ring 15/8 S."""
-    found = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
-    assert found["all-reduce"] / found["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
+    """The hierarchical algorithm sends all bytes once between machines, and a ring 15/8 times."""
+    seconds = algorithm_seconds(100 * MIB, TWO_NODES_ON_ETHERNET)
+    assert seconds["all-reduce"] / seconds["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
 
 
-def test_it_changes_when_the_links_change():
+def test_the_choice_follows_the_links():
     network = Link(5e-6, 3e9)
     slower = describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=network)
     assert choose_all_reduce(16_000 * MIB, slower).algorithm == "hierarchical"
@@ -59,41 +62,39 @@ def links_of(ranks, costs):
     return GroupLinks("dp_replicate", 1, ranks, Level(ranks, costs))
 
 
-def test_shared_memory_where_it_was_measured():
+def measured(**milliseconds):
+    """Return links with the milliseconds that each algorithm takes for a MiB."""
+    costs = {}
+    for name, time in milliseconds.items():
+        cost = measured_cost([(MIB // 2, 5e-4 * time), (MIB, 1e-3 * time)])
+        costs[name.replace("_", "-")] = cost
+    return links_of(2, costs)
+
+
+def test_measured_shared_memory_is_used():
     links = links_of(2, {**PCIE_NODE.whole.costs, "shared-memory": Cost(1e-6, 1e-12)})
     assert choose_all_reduce(MIB, links).algorithm == "shared-memory"
 
 
-def test_what_was_measured_beats_what_it_is_made_of():
+def test_a_measured_cost_replaces_the_derived_one():
+    """An algorithm is not derived from others if there are no costs of its parts."""
     links = links_of(4, {**PCIE_NODE.whole.costs, "ring": Cost(0, 1e-13)})
     assert choose_all_reduce(MIB, links).algorithm == "ring"
     only = links_of(4, {"ring": Cost(0, 1e-9), "all-reduce": Cost(1e-3, 1e-10)})
     assert algorithm_seconds(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
-def test_measured_times_that_hardly_differ_are_the_same():
-    """The backend's all-reduce is taken then. A description has no noise."""
-    for other, expected in ((0.98, "all-reduce"), (0.9, "ring")):
-        costs = {
-            way: measured_cost([(KIB, 1e-3 * x), (MIB, 1e-2 * x)])
-            for way, x in (("all-reduce", 1.0), ("ring", other))
-        }
-        assert choose_all_reduce(MIB, links_of(2, costs)).algorithm == expected
-    described = {way: Cost(1e-3 * x, 1e-9) for way, x in (("all-reduce", 1.0), ("ring", 0.999))}
+def test_a_small_difference_of_measured_times_is_noise():
+    """The backend's all-reduce is used then. Data sheets have no noise."""
+    for ring, expected in ((0.98, "all-reduce"), (0.9, "ring")):
+        choice = choose_all_reduce(MIB, measured(all_reduce=1.0, ring=ring))
+        assert choice.algorithm == expected
+    described = {"all-reduce": Cost(1e-3, 1e-9), "ring": Cost(0.999e-3, 1e-9)}
     assert choose_all_reduce(MIB, links_of(2, described)).algorithm == "ring"
 
 
-def measured(**milliseconds):
-    """Links on which a MiB takes so long in each way, and half of it half as long."""
-    costs = {
-        way.replace("_", "-"): measured_cost([(MIB // 2, 5e-4 * x), (MIB, 1e-3 * x)])
-        for way, x in milliseconds.items()
-    }
-    return links_of(2, costs)
-
-
-def test_buckets_use_the_backend_unless_much_slower():
-    """Only the first part of another algorithm overlaps with the backward. Alone, the faster one is taken."""
+def test_buckets_use_the_backend_unless_it_is_much_slower():
+    """Only the first phase of another algorithm overlaps with the backward."""
     for ring, in_buckets, alone in (
         (1.0, "all-reduce", "all-reduce"),
         (0.9, "all-reduce", "ring"),
@@ -104,21 +105,25 @@ def test_buckets_use_the_backend_unless_much_slower():
         assert choose_all_reduce(MIB, links).algorithm == alone
 
 
-def test_ways_that_come_near_are_settled_by_times_of_their_own():
+def test_a_second_measurement_decides_between_close_algorithms():
     links = measured(all_reduce=1.0, ring=1.9, recursive_doubling=2.1)
     choice = choose_buckets(4 * MIB, links, bucket_bytes=MIB)
     assert choice.near == ("all-reduce", "ring")
-    again = refined(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
-    assert (again.algorithm, again.bucket_bytes) == ("ring", MIB)
-    assert again.seconds == pytest.approx(8e-3)
-    assert dict(again.others) == pytest.approx({"all-reduce": 12e-3, "recursive-doubling": 8.4e-3})
-    # An algorithm that was not timed is not taken, and the backend's call is near enough.
+    second = refined(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
+    assert second.algorithm == "ring"
+    assert second.bucket_bytes == MIB
+    assert second.seconds == pytest.approx(8e-3)
+    assert dict(second.others) == pytest.approx({"all-reduce": 12e-3, "recursive-doubling": 8.4e-3})
+    # An algorithm that was not timed is not used, and the backend's call is close enough.
     slow = refined(choice, links, {"all-reduce": 9e-3, "ring": 8e-3})
     assert slow.algorithm == "all-reduce"
 
 
 def test_the_size_of_a_bucket():
-    """It is sqrt(a G / b) for a message of a + b x seconds, rounded to the next power of two of buckets."""
+    """The best size is sqrt(a G / b) for G bytes in messages of x bytes that take a + b x seconds.
+
+    It is rounded so that the number of buckets is a power of two.
+    """
     for fixed, per_byte, total in (
         (1e-4, 1e-9, 100 * MIB),
         (1e-3, 1e-9, 100 * MIB),
@@ -130,27 +135,28 @@ def test_the_size_of_a_bucket():
 
 
 def test_buckets_follow_the_links():
-    near = choose_buckets(100 * MIB, PCIE_NODE)
+    local = choose_buckets(100 * MIB, PCIE_NODE)
     network = Link(1e-4, 8 * 45e9)
     links = describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=network)
-    far = choose_buckets(100 * MIB, links)
-    assert near.bucket_bytes < far.bucket_bytes
-    assert f"in {100 * MIB // near.bucket_bytes} buckets of" in near.reason
+    remote = choose_buckets(100 * MIB, links)
+    assert local.bucket_bytes < remote.bucket_bytes
+    assert f"in {100 * MIB // local.bucket_bytes} buckets of" in local.reason
     # No bucket is larger than all gradients.
     assert choose_buckets(100 * KIB, PCIE_NODE).bucket_bytes == 100 * KIB
 
 
-def test_a_given_bucket_decides_the_way():
+def test_a_given_bucket_size_decides_the_algorithm():
     """Small messages use the algorithm with the fewest steps."""
     small = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=4 * KIB)
     assert small.algorithm == "recursive-doubling"
-    whole = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
-    assert (whole.algorithm, whole.bucket_bytes) == ("all-reduce", 25 * MIB)
-    assert whole.seconds == algorithm_seconds(25 * MIB, NVLINK_NODE)["all-reduce"]
+    single = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
+    assert single.algorithm == "all-reduce"
+    assert single.bucket_bytes == 25 * MIB
+    assert single.seconds == algorithm_seconds(25 * MIB, NVLINK_NODE)["all-reduce"]
 
 
 def test_small_messages_through_a_buffer_are_not_merged():
-    """If a switch buffers 256 KiB, smaller messages are instant one by one, and not in a row."""
+    """A switch that buffers 256 KiB makes single small messages fast, but not a series of them."""
     shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
     group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))
     choice = choose_buckets(16 * MIB, group)
@@ -158,17 +164,20 @@ def test_small_messages_through_a_buffer_are_not_merged():
     assert "2 ranks on 2 machines" in choice.reason
 
 
-def test_the_document_has_the_table_of_now():
-    """`python -m tools.choice_table --write`."""
+def test_the_document_has_the_current_table():
+    """`python -m tools.choice_table --write` updates it."""
     text = DOCUMENT.read_text()
     assert written(text) == text
 
 
 @pytest.mark.parametrize(
     ("group", "why"),
-    [(TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"), (NVLINK_NODE, "The backend's own all-reduce")],
-)  # fmt: skip
-def test_every_choice_says_why(group, why):
+    [
+        (TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"),
+        (NVLINK_NODE, "The backend's own all-reduce"),
+    ],
+)
+def test_every_choice_has_a_reason(group, why):
     choice = choose_buckets(100 * MIB, group)
     assert choice.why.startswith(why)
     assert choice.reason.endswith(choice.why)

@@ -1,4 +1,4 @@
-"""Fits find what made the numbers; derived costs are the textbook's; the file comes back as it was."""
+"""Costs of links: fits of measured times, costs derived from data sheets, and their file."""
 
 import pytest
 from hypothesis import given
@@ -20,25 +20,26 @@ from plait.errors import InputError
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
-def test_a_fit_finds_the_model(fixed, per_byte):
+def test_a_fit_recovers_the_model(fixed, per_byte):
     cost = Cost(fixed, per_byte)
-    found = fit([(size, cost.seconds(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
+    fitted = fit([(size, cost.seconds(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
     for size in (500, 10_000_000):
-        assert found.seconds(size) == pytest.approx(cost.seconds(size), rel=1e-6)
+        assert fitted.seconds(size) == pytest.approx(cost.seconds(size), rel=1e-6)
 
 
-def test_a_fit_weighs_small_and_large_alike():
-    """Relative errors: a small message that is off by 10 % counts as a large one that is."""
+def test_a_fit_minimises_relative_errors():
+    """An error of 10 % counts equally for a small and a large message."""
     samples = [(1_000, 110e-6), (1_000, 90e-6), (100_000_000, 0.11), (100_000_000, 0.09)]
-    found = fit(samples)
-    assert found.seconds(1_000) == pytest.approx(100e-6, rel=0.03)
-    assert found.seconds(100_000_000) == pytest.approx(0.1, rel=0.03)
+    fitted = fit(samples)
+    assert fitted.seconds(1_000) == pytest.approx(100e-6, rel=0.03)
+    assert fitted.seconds(100_000_000) == pytest.approx(0.1, rel=0.03)
 
 
 @pytest.mark.parametrize("samples", [[(1_000, 2.0), (2_000, 1.0)], [(1_000, 1.0), (2_000, 4.0)]])
 def test_no_negative_costs(samples):
-    found = fit(samples)
-    assert found.fixed_seconds >= 0 and found.seconds_per_byte >= 0
+    fitted = fit(samples)
+    assert fitted.fixed_seconds >= 0
+    assert fitted.seconds_per_byte >= 0
 
 
 def test_a_fit_needs_two_sizes():
@@ -46,9 +47,11 @@ def test_a_fit_needs_two_sizes():
         fit([(1000, 1.0), (1000, 2.0)])
 
 
-def test_a_measured_cost_goes_through_its_samples():
-    """A backend that changes its protocol at 1 MB; between sizes on a line, beyond the last with the slope of all, never less
-    for more."""
+def test_a_measured_cost_interpolates_its_samples():
+    """This backend changes its protocol at 1 MB.
+
+    Beyond the last size the slope is that of all samples. More bytes never take less time.
+    """
     cost = measured_cost([(1_000_000, 2e-3), (1_000, 1e-4), (4_000_000, 5e-3), (100_000, 0.9e-4)])
     samples = ((1_000, 0.9e-4), (100_000, 0.9e-4), (1_000_000, 2e-3), (4_000_000, 5e-3))
     assert cost.samples == samples
@@ -57,26 +60,26 @@ def test_a_measured_cost_goes_through_its_samples():
     assert 0 <= cost.seconds(10) <= 1e-4
 
 
-def test_a_ring():
+def test_costs_of_a_ring():
     level = ring_level(4, Link(1e-6, 1e9))
     assert level.costs["all_reduce"].seconds(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
     assert level.costs["all_gather"].seconds(8e9) == pytest.approx(3e-6 + 3 / 4 * 8)
 
 
-def test_two_levels_share_the_network():
-    """Four ranks of a machine have a quarter of its network each, when all use it."""
+def test_ranks_of_a_machine_share_its_network():
+    """Each of four ranks has a quarter of it, because all use it at the same time."""
     group = describe(
         "dp", machines=3, per_machine=4, inside=Link(1e-6, 1e11), network=Link(1e-5, 1e9)
     )
     assert group.ranks == 12
-    assert group.across is not None and group.inside is not None
     assert group.across.costs["all_reduce"].seconds(1e9) == pytest.approx(4e-5 + 2 * 2 / 3 * 4)
     assert group.whole.costs["all_reduce"].seconds(0) == pytest.approx(2 * (9 * 1e-6 + 2 * 1e-5))
     assert group.whole.costs["all_reduce"].seconds_per_byte == pytest.approx(2 * 11 / 12 / 1e9)
 
 
-def test_the_file(tmp_path):
-    inside, network = Link(1e-6, 1e10), Link(1e-5, 1e9)
+def test_save_and_load(tmp_path):
+    inside = Link(1e-6, 1e10)
+    network = Link(1e-5, 1e9)
     groups = [
         describe("dp_replicate", machines=2, per_machine=2, inside=inside, network=network),
         describe("dp_shard", machines=1, per_machine=2, inside=inside),
@@ -84,11 +87,11 @@ def test_the_file(tmp_path):
     path = tmp_path / "links.json"
     save(path, groups, facts={"at": "now"})
     assert load_with_facts(path)[0] == {group.axis: group for group in groups}
-    measured = GroupLinks(
-        "dp_replicate", 1, 2, Level(2, {"ring": measured_cost([(1, 1.0), (2, 3.0)])})
-    )
+    costs = {"ring": measured_cost([(1, 1.0), (2, 3.0)])}
+    measured = GroupLinks("dp_replicate", 1, 2, Level(2, costs))
     save(path, [measured], facts={"hosts": ["a", "b"]})
     assert load_with_facts(path) == ({"dp_replicate": measured}, {"hosts": ["a", "b"]})
+
     path.write_text("{}")
     with pytest.raises(InputError, match="remove the file to measure the links again"):
         load_with_facts(path)

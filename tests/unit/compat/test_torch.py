@@ -1,4 +1,4 @@
-"""What `plait.compat.torch.DistributedDataParallel` refuses, in one process without a launcher."""
+"""`plait.compat.torch.DistributedDataParallel` in one process without a launcher."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from plait.errors import InputError
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"process_group": object()}, "follow from config="),
         ({"mixed_precision": object()}, '"bf16"'),
@@ -19,19 +19,19 @@ from plait.errors import InputError
         ({"config": {"fp16": {"enabled": True}}}, "sharded.step(optimizer)"),
     ],
 )
-def test_refused(arguments, words):
+def test_refused(arguments, message):
     with pytest.raises(InputError) as error:
         DistributedDataParallel(nn.Linear(2, 2), **arguments)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
-def test_calls():
-    model = DistributedDataParallel(
-        nn.Linear(2, 1), device_ids=None, find_unused_parameters=True, bucket_cap_mb=10
-    )
-    for call in (lambda: model.register_comm_hook(None, len), model.join):
-        with pytest.raises(InputError):
-            call()
+def test_a_step_with_no_sync():
+    settings = {"device_ids": None, "find_unused_parameters": True, "bucket_cap_mb": 10}
+    model = DistributedDataParallel(nn.Linear(2, 1), **settings)
+    with pytest.raises(InputError):
+        model.register_comm_hook(None, len)
+    with pytest.raises(InputError):
+        model.join()
     assert set(model.state_dict()) == {"module.weight", "module.bias"}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with model.no_sync():

@@ -1,4 +1,4 @@
-"""Documents become one stream with a mark after each, and the stream becomes sequences without losing a token."""
+"""Documents become one stream with an end mark after each, and the stream becomes sequences."""
 
 import numpy as np
 import pytest
@@ -11,63 +11,70 @@ from plait.data.tokenizer import is_held_out
 from plait.errors import InputError
 
 
-class Letters:
-    """A tokenizer of one token a letter, with 0 for the end of a text."""
+class LetterTokenizer:
+    """Tokenizer with one token per letter, and 0 for the end of a text."""
 
     eos_token_id = 0
 
     def __init__(self, *, largest=200):
         self._largest = largest
+        self.texts = []
 
     def get_vocab(self):
         return {"end": 0, "largest": self._largest}
 
     def __call__(self, texts, **_):
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+        self.texts += texts
+        return {"input_ids": [list(map(ord, text)) for text in texts]}
 
 
-def _stream(*documents):
-    return [token for document in documents for token in (*map(ord, document), 0)]
+def tokens_of(*documents):
+    tokens = []
+    for document in documents:
+        tokens += [*map(ord, document), 0]
+    return tokens
 
 
 def test_documents_are_joined_with_an_end_mark(tmp_path):
-    write_tokens(tmp_path, ["ab", "", "c"], Letters(), held_out=0)
+    write_tokens(tmp_path, ["ab", "", "c"], LetterTokenizer(), held_out=0)
     train, validation = read_tokens(tmp_path)
-    assert train.tokens.tolist() == _stream("ab", "", "c")
+    assert train.tokens.tolist() == tokens_of("ab", "", "c")
     assert len(validation) == 0
 
 
-def test_held_out_documents_are_whole_and_only_there(tmp_path):
+def test_held_out_documents_are_complete_and_not_trained_on(tmp_path):
     documents = [f"document {number}" for number in range(200)]
-    write_tokens(tmp_path, documents, Letters(), held_out=0.25)
+    write_tokens(tmp_path, documents, LetterTokenizer(), held_out=0.25)
     train, validation = read_tokens(tmp_path)
-    held = [document for document in documents if is_held_out(document, 0.25)]
-    assert 20 < len(held) < 80
-    assert validation.tokens.tolist() == _stream(*held)
-    assert train.tokens.tolist() == _stream(
-        *(document for document in documents if document not in held)
-    )
+    held_out = [document for document in documents if is_held_out(document, 0.25)]
+    trained = [document for document in documents if document not in held_out]
+    assert 20 < len(held_out) < 80
+    assert validation.tokens.tolist() == tokens_of(*held_out)
+    assert train.tokens.tolist() == tokens_of(*trained)
 
 
-def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path, monkeypatch):
+def test_a_long_document_is_tokenised_in_parts_of_lines(tmp_path, monkeypatch):
+    """The tokens are those of one document."""
+    # Documents are longer than this limit, which is 10 million in use.
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
-    assert list(packing._split_at_lines(documents[0])) == ["one\ntwo\n", "three\n"]
-    write_tokens(tmp_path, documents, Letters(), held_out=0)
-    assert read_tokens(tmp_path)[0].tokens.tolist() == _stream(*documents)
+    tokenizer = LetterTokenizer()
+    write_tokens(tmp_path, documents, tokenizer, held_out=0)
+    assert tokenizer.texts[:2] == ["one\ntwo\n", "three\n"]
+    assert read_tokens(tmp_path)[0].tokens.tolist() == tokens_of(*documents)
 
 
 @pytest.mark.parametrize(("largest", "width"), [(65_535, 2), (65_536, 4)])
 def test_tokens_take_as_many_bytes_as_they_need(tmp_path, largest, width):
-    tokenizer = Letters(largest=largest)
+    tokenizer = LetterTokenizer(largest=largest)
     write_tokens(tmp_path, [chr(largest)], tokenizer, held_out=0)
     train, _ = read_tokens(tmp_path)
     assert train.tokens.itemsize == width
     assert train.tokens[0] == largest
 
 
-def test_a_file_that_was_cut_is_refused(tmp_path):
-    write_tokens(tmp_path, ["abc"], Letters(), held_out=0)
+def test_a_truncated_file_is_refused(tmp_path):
+    write_tokens(tmp_path, ["abc"], LetterTokenizer(), held_out=0)
     (tmp_path / "train.bin").write_bytes(b"\0\0")
     with pytest.raises(InputError, match=r"train\.bin: does not hold the 4 numbers"):
         read_tokens(tmp_path)
@@ -79,17 +86,15 @@ def test_sequences_hold_every_token_once(count, length):
     sequences = Sequences(Stream(tokens, np.array([len(tokens)])), length, padding=0)
     batch = sequences.take(np.arange(len(sequences)))
     scored = batch["labels"][batch["labels"] != IGNORED].tolist()
-    lost = 1 if count % length == 1 else 0  # a single token that is left has nothing to predict
-    assert scored == tokens.tolist()[: count - lost]
-    assert batch["input_ids"][batch["labels"] == IGNORED].tolist() == [0] * (
-        len(sequences) * length - len(scored)
-    )
+    # A single token at the end has nothing to predict.
+    omitted = 1 if count % length == 1 else 0
+    assert scored == tokens.tolist()[: count - omitted]
     assert batch["input_ids"].shape == (len(sequences), length)
+    assert not batch["input_ids"][batch["labels"] == IGNORED].any()
 
 
-def test_a_sequence_of_padding_is_scored_nowhere():
-    batch = Sequences(Stream(np.arange(8, dtype=np.uint16), np.array([8])), 4, padding=7).take(
-        np.array([1, -1])
-    )
+def test_a_sequence_of_padding_is_not_scored():
+    stream = Stream(np.arange(8, dtype=np.uint16), np.array([8]))
+    batch = Sequences(stream, 4, padding=7).take(np.array([1, -1]))
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7], [7, 7, 7, 7]]
     assert batch["labels"].tolist() == [[4, 5, 6, 7], [IGNORED] * 4]

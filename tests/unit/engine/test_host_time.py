@@ -1,4 +1,4 @@
-"""Host time of a step: what Python must not do between two kernels."""
+"""Steps do not walk over all modules, which would take the host longer than a kernel takes."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from torch import nn
 import plait
 
 WARM_UP = 12
-"""Steps before the counted one. The first ones also check the model and the training loop."""
+"""Steps before the counted one. The first steps also check the model and the training loop."""
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 1.0,
@@ -30,31 +30,31 @@ class Model(nn.Module):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """Calls of the functions that walk over all modules or parameters, by function."""
-    counted = Counter()
+    """Count the calls of the functions that walk over all modules or parameters."""
+    calls = Counter()
 
     def counting(name):
         walk = getattr(nn.Module, name)
 
         def count(*args, **kwargs):
-            counted[name] += 1
+            calls[name] += 1
             return walk(*args, **kwargs)
 
         return count
 
+    # Every walk of torch's over modules, parameters or buffers goes through one of these.
     for name in ("named_modules", "_named_members"):
         monkeypatch.setattr(nn.Module, name, counting(name))
-    return counted
+    return calls
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_engine_walks_over_no_modules(walks, stage, accumulation):
-    precision = {"bf16": {"enabled": True}} if stage else {}
     config = {
         **CONFIG,
-        **precision,
         "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": stage > 0},
         "zero_optimization": {"stage": stage},
     }
     engine = plait.initialize(model=Model(), config=config)
@@ -69,12 +69,13 @@ def test_an_engine_walks_over_no_modules(walks, stage, accumulation):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_own_loop_walks_over_no_modules(walks, stage):
+def test_a_user_loop_walks_over_no_modules(walks, stage):
     model = Model()
-    precision = {"bf16": {"enabled": True}} if stage else {}
-    config = {**CONFIG, **precision, "zero_optimization": {"stage": stage}}
-    config.pop("gradient_clipping")
-    config.pop("optimizer")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": stage > 0},
+        "zero_optimization": {"stage": stage},
+    }
     sharded = plait.parallelize(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(WARM_UP + 1):

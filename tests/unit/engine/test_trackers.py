@@ -1,4 +1,4 @@
-"""Trackers of a training loop of one's own: the files and the libraries that record it."""
+"""Trackers of a user's training loop: files and libraries that record its losses."""
 
 import csv
 from pathlib import Path
@@ -31,49 +31,51 @@ def working_folder(tmp_path, monkeypatch):
 
 
 def train(config):
-    """Train for `STEPS` steps in DeepSpeed's style. Returns the loss of each of them."""
+    """Train for `STEPS` steps in DeepSpeed's style and return the loss of each step."""
     torch.manual_seed(0)
     engine = deepspeed.initialize(model=nn.Linear(3, 1), config=config)[0]
     losses = []
     for step in range(STEPS):
-        parts = []
-        for part in range(2):
-            batch = torch.randn(2, 3, generator=torch.Generator().manual_seed(2 * step + part))
+        total = 0
+        for index in range(2):
+            generator = torch.Generator().manual_seed(2 * step + index)
+            batch = torch.randn(2, 3, generator=generator)
             loss = engine(batch).square().mean()
             engine.backward(loss)
             engine.step()
-            parts.append(loss.item())
-        losses.append(sum(parts) / 2)
+            total += loss.item()
+        losses.append(total / 2)
     engine.destroy()
     return losses
 
 
-def rows_of(file):
+def columns_of(file):
+    """Return the header, the steps and the values of a CSV file."""
     with open(file, newline="") as stream:
-        return list(csv.reader(stream))
+        header, *rows = csv.reader(stream)
+    steps, values = zip(*rows, strict=True)
+    return header, list(map(int, steps)), list(map(float, values))
 
 
 def test_csv_files_of_a_deepspeed_script(tmp_path):
     losses = train({**CONFIG, "csv_monitor": {**CSV_JOB, "output_path": "logs"}})
-    rows = rows_of(tmp_path / "logs" / "job" / "train_loss.csv")
-    assert rows[0] == ["step", "loss"]
-    assert [int(step) for step, _ in rows[1:]] == [1, 2, 3]
-    assert [float(loss) for _, loss in rows[1:]] == pytest.approx(losses)
+    header, steps, values = columns_of(tmp_path / "logs" / "job" / "train_loss.csv")
+    assert header == ["step", "loss"]
+    assert steps == [1, 2, 3]
+    assert values == pytest.approx(losses)
     rates = (tmp_path / "logs" / "job" / "train_learning_rate.csv").read_text().split()
     assert rates == ["step,learning_rate", "1,0.1", "2,0.1", "3,0.1"]
 
 
 def test_csv_files_of_full_steps(tmp_path):
     config = {**CONFIG, "csv_monitor": {**CSV_JOB, "output_path": ""}}
-    calls = {
-        "loss_fn": plait.per_sample(lambda output, batch: output.square().sum()),
-        "forward": lambda model, batch: model(batch),
-    }
-    engine = plait.initialize(nn.Linear(3, 1), config, **calls)
+    loss = plait.per_sample(lambda output, batch: output.square().sum())
+    engine = plait.initialize(
+        nn.Linear(3, 1), config, loss_fn=loss, forward=lambda model, batch: model(batch)
+    )
     losses = [float(engine.train_batch(torch.ones(4, 3)).loss) for _ in range(2)]
     engine.close()
-    rows = rows_of(tmp_path / "job" / "train_loss.csv")
-    assert [float(loss) for _, loss in rows[1:]] == pytest.approx(losses)
+    assert columns_of(tmp_path / "job" / "train_loss.csv")[2] == pytest.approx(losses)
 
 
 def test_tensorboard(tmp_path):
@@ -98,63 +100,61 @@ def test_wandb_offline(tmp_path, monkeypatch):
         train({**CONFIG, "wandb": {"enabled": True, "project": "x", "group": "g"}})
     (record,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = record.read_bytes()
-    assert b"train/loss" in content and b"train_batch_size" in content
+    assert b"train/loss" in content
+    assert b"train_batch_size" in content
 
 
 @pytest.mark.parametrize(
-    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
-)  # fmt: skip
-def test_a_missing_library(section, package, monkeypatch):
-    """The library may be installed here, so its absence is simulated."""
-
-    def without(name):
+    ("section", "package"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
+)
+def test_a_missing_library_is_refused(section, package, monkeypatch):
+    def find_spec(name):
         return None if name == package else object()
 
-    monkeypatch.setattr(trackers, "find_spec", without)
+    # The library may be installed on this machine.
+    monkeypatch.setattr(trackers, "find_spec", find_spec)
     model = nn.Linear(3, 1)
     with pytest.raises(ConfigError, match=rf"{section}.enabled = .*run `pip install {package}`"):
         plait.initialize(model, {**CONFIG, section: {"enabled": True}})
-    # The model is not taken: it can be given again.
+    # The engine did not take the model.
     plait.initialize(model, CONFIG).close()
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path):
+    engine = plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": CSV_JOB})
     folder = tmp_path / "job"
-    config = {**CONFIG, "csv_monitor": CSV_JOB}
-    engine = plait.initialize(nn.Linear(3, 1), config)
     folder.rmdir()
     folder.touch()
-
-    words = "a tracker failed at step 1, and the run continues without it"
 
     def steps():
         for _ in range(4):
             engine.backward(engine(torch.ones(2, 3)).mean())
             engine.step()
 
-    with pytest.warns(UserWarning, match=words):
+    message = "a tracker failed at step 1, and the run continues without it"
+    with pytest.warns(UserWarning, match=message):
         steps()
     assert engine.global_steps == 2
     engine.close()
 
 
-def test_a_tracker_that_fails_at_the_end(monkeypatch):
-    """The engine is closed, and so are the other trackers."""
-    ended = []
+def test_a_tracker_that_fails_at_the_end_is_reported(monkeypatch):
+    calls = []
 
     def finish(tracker):
-        ended.append(tracker)
+        calls.append(tracker)
         raise ConnectionError("the server is gone")
 
-    # This simulates a library whose server is gone.
+    # No library here can be made to fail when it ends.
     monkeypatch.setattr(trackers.CsvTracker, "finish", finish)
     engine = plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": CSV_JOB})
     with pytest.warns(UserWarning, match="a tracker failed at the end of the run: the server is"):
         engine.close()
-    assert len(ended) == 1
+    assert len(calls) == 1
 
 
-def test_a_tracker_that_cannot_start():
+def test_a_tracker_that_cannot_start_is_refused():
     Path("job").touch()
     with pytest.raises(InputError, match=r"starting the trackers: .*job"):
         plait.initialize(nn.Linear(3, 1), {**CONFIG, "csv_monitor": CSV_JOB})
@@ -165,33 +165,39 @@ def settings_of(**sections):
     return {spec.name: spec.settings for spec in specs}
 
 
-def test_defaults_of_a_file_with_a_run():
-    on, run = {"enabled": True}, {"folder": "f"}
-    settings = settings_of(csv_monitor=on, wandb=on, run=run)
+def test_defaults_of_trackers():
+    enabled = {"enabled": True}
+    run = {"folder": "f"}
+    settings = settings_of(csv_monitor=enabled, wandb=enabled, run=run)
     assert settings["csv_monitor"] == {"output_path": "f", "job_name": "csv_monitor"}
     assert settings["wandb"]["project"] == "plait"
     monitor = {"enabled": True, "output_path": "o"}
-    for more, name in (({"run": run}, "csv_monitor"), ({}, "DeepSpeedJobName")):
-        settings = settings_of(csv_monitor=monitor, **more)
+    for sections, name in (({"run": run}, "csv_monitor"), ({}, "DeepSpeedJobName")):
+        settings = settings_of(csv_monitor=monitor, **sections)
         assert settings == {"csv_monitor": {"output_path": "o", "job_name": name}}
 
 
-def test_explain_lists_what_is_honoured():
+def test_explain_lists_supported_and_ignored_keys():
     tree = {
         "train_batch_size": 1,
         "wandb": {"enabled": True, "project": "x"},
         "comet": {"api_key": "hunter2", "samples_log_interval": 5},
         "tensorboard": {"enabled": False, "job_name": "x"},
     }
-    found = explain(tree)
-    rows = {row.key: (row.status.value, row.meaning) for row in found.keys}
-    assert rows["wandb.enabled"][0] == rows["wandb.project"][0] == "supported"
-    assert rows["comet.api_key"][0] == "ignored" and "COMET_API_KEY" in rows["comet.api_key"][1]
-    assert rows["tensorboard.job_name"] == ("ignored", "tensorboard.enabled is false")
-    assert not found.problems and "hunter2" not in str(found)
+    explanation = explain(tree)
+    assert not explanation.problems
+    rows = {row.key: row for row in explanation.keys}
+    assert rows["wandb.enabled"].status.value == "supported"
+    assert rows["wandb.project"].status.value == "supported"
+    assert rows["comet.api_key"].status.value == "ignored"
+    assert "COMET_API_KEY" in rows["comet.api_key"].meaning
+    assert rows["tensorboard.job_name"].status.value == "ignored"
+    assert rows["tensorboard.job_name"].meaning == "tensorboard.enabled is false"
+    # A secret is not repeated.
+    assert "hunter2" not in str(explanation)
 
 
-def test_callers_with_trackers_of_their_own():
+def test_trackers_of_callers_with_their_own_are_refused():
     config = load({**CONFIG, "train_batch_size": 2, "wandb": {"enabled": True}})
     with pytest.raises(ConfigError, match=r'log_with="wandb"'):
         resolved_of(config, world_size=1, precision="no", accumulation=1, micro=2, hidden_size=None)

@@ -1,4 +1,4 @@
-"""Cross entropy in pieces: value and gradients of the plain one, in less memory."""
+"""Cross entropy in chunks has the value and gradients of the plain one, in less memory."""
 
 from functools import partial
 
@@ -19,7 +19,8 @@ from plait.parallel.pipeline.split_backward import backward_inputs, backward_wei
 from tests.parity import cases
 from tests.unit.model.families import family
 
-WIDTH, VOCABULARY = 12, 31
+WIDTH = 12
+VOCABULARY = 31
 
 
 def data(*, seed=0, ragged=True):
@@ -27,7 +28,8 @@ def data(*, seed=0, ragged=True):
     hidden = torch.randn(3, 7, WIDTH, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
     if ragged:
-        labels[0, 3:], labels[2] = -100, -100
+        labels[0, 3:] = -100
+        labels[2] = -100
     return hidden, labels
 
 
@@ -48,13 +50,14 @@ def assert_equal(actual, expected):
 
 
 def both(head, hidden, labels, size=4):
-    """[loss, weight, gradients ...] of the plain loss and of the chunked one."""
+    """Return loss, weight and gradients of the plain loss, and those of the chunked one."""
     results = []
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     for compute in (plain_loss, partial(chunked_loss, size=size)):
         leaf = hidden.clone().requires_grad_()
         total, weight = compute(head, leaf, labels)
-        leaves = [leaf, *(p for p in head.parameters() if p.requires_grad)]
-        results.append([total, weight, *torch.autograd.grad(total * 0.37, leaves)])
+        gradients = torch.autograd.grad(total * 0.37, [leaf, *trained])
+        results.append([total, weight, *gradients])
     return results
 
 
@@ -66,7 +69,7 @@ def test_equals_the_plain_loss(bias):
             assert_equal(*both(head, *data(ragged=ragged), size))
 
 
-def test_no_target_at_all():
+def test_without_targets_everything_is_zero():
     hidden, labels = data()
     _, chunked = both(linear(), hidden, torch.full_like(labels, -100))
     assert all(not part.any() for part in chunked)
@@ -76,11 +79,14 @@ def test_frozen_heads_and_frozen_models():
     head = linear().requires_grad_(False)
     assert_equal(*both(head, *data()))
     head.requires_grad_(True)
-    totals = [compute(head, *data())[0] for compute in (plain_loss, chunked_loss)]
-    assert_equal(*(torch.autograd.grad(total, head.weight) for total in totals))
+    total, _ = chunked_loss(head, *data())
+    expected, _ = plain_loss(head, *data())
+    assert_equal(
+        torch.autograd.grad(total, head.weight), torch.autograd.grad(expected, head.weight)
+    )
 
 
-class Products(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -91,22 +97,22 @@ class Products(TorchDispatchMode):
 
 
 def test_products_of_the_head():
-    """The forward computes logits and the gradients of hidden states and weight. Without gradients, it computes logits only."""
+    """The forward computes logits and all gradients, in evaluation only logits, of three chunks."""
     head = linear(bias=False)
     hidden, labels = data()
     hidden.requires_grad_()
-    counts = []
-    for trained in (True, False):
+    for trained, products in ((True, 9), (False, 6)):
         head.requires_grad_(trained)
-        with Products() as forward:
+        with ProductCounter() as forward:
             total, _ = chunked_loss(head, hidden, labels, 7)
-        with Products() as backward:
+        with ProductCounter() as backward:
             total.backward()
-        counts.append((forward.count, backward.count))
-    with Products() as evaluation, torch.no_grad():
+        assert forward.count == products
+        assert backward.count == 0
+    with ProductCounter() as evaluation, torch.no_grad():
         total, _ = chunked_loss(head, hidden, labels, 7)
     assert not total.requires_grad
-    assert [*counts, evaluation.count] == [(9, 0), (6, 0), 3]
+    assert evaluation.count == 3
 
 
 def test_a_graph_that_is_used_twice():
@@ -125,7 +131,7 @@ def test_a_graph_that_is_used_twice():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_in_a_part_that_is_recomputed(reentrant):
+def test_in_a_recomputed_function(reentrant):
     head = linear()
     hidden, labels = data()
 
@@ -143,7 +149,7 @@ def test_in_a_part_that_is_recomputed(reentrant):
 
 
 def test_a_head_with_adapters():
-    """A frozen matrix, a product of two small ones, and a bias."""
+    """The head has a frozen matrix, a product of two small ones, and a bias."""
 
     class Adapted(nn.Module):
         def __init__(self):
@@ -162,39 +168,40 @@ def test_a_head_with_adapters():
 
 
 class SumOfWeights(nn.Module):
-    """A head whose two matrices have the same gradient. Another parameter's gradient is expanded, and one has none."""
+    """Head whose two matrices have the same gradient.
+
+    The gradient of `gain` is expanded, and `unused` has none.
+    """
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (
-            nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64)) for _ in range(2)
-        )
-        self.shift, self.idle, self.gain = (
-            nn.Parameter(torch.ones(size, dtype=torch.float64))
-            for size in (VOCABULARY, VOCABULARY, 3)
-        )
+        self.first = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64))
+        self.gain = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, hidden):
         return F.linear(hidden, self.first + self.second) * self.gain.sum() + self.shift
 
 
 @pytest.mark.parametrize("size", [4, 1000])
-def test_parameters_with_one_gradient_and_without(size):
-    """Sums of chunks are computed in place, so parameters whose gradients share memory need separate sums."""
+def test_parameters_that_share_a_gradient(size):
+    """Chunks are added up in place, so gradients that share memory need separate sums."""
     head = SumOfWeights()
     results = []
     for compute in (plain_loss, partial(chunked_loss, size=size)):
         head.zero_grad()
         total, _ = compute(head, *data())
         (total * 0.37).backward()
-        assert head.idle.grad is None
+        assert head.unused.grad is None
         results.append([p.grad for p in (head.first, head.second, head.shift, head.gain)])
     assert_equal(*results)
 
 
 @pytest.mark.parametrize("size", [16, 1000])
-def test_float16_gradients_are_made_with_the_loss_scale(size):
-    """Without the scale, some sums overflow in float16 and some probabilities vanish."""
+def test_float16_gradients_use_the_loss_scale(size):
+    """Some sums would overflow in float16 and some probabilities would vanish without the scale."""
     labels = torch.zeros(2, 64, dtype=torch.int64)
     for value, weight, factor in ((2000.0, 1e-4, 1 / 128), (1e-4, 1.0, 4096.0)):
         head = nn.Linear(WIDTH, 2, bias=False)
@@ -213,7 +220,7 @@ def test_float16_gradients_are_made_with_the_loss_scale(size):
         torch.testing.assert_close(gradients, [*expected], rtol=4e-3, atol=0)
 
 
-def test_float16_autocast_is_entered_again_by_the_backward():
+def test_the_backward_uses_float16_autocast():
     head = nn.Linear(WIDTH, VOCABULARY)
     hidden, labels = data()
     results = []
@@ -222,11 +229,12 @@ def test_float16_autocast_is_entered_again_by_the_backward():
         with torch.autocast("cpu", torch.float16):
             total, _ = compute(head, leaf, labels)
         results.append(torch.autograd.grad(total * 8, [leaf, *head.parameters()]))
+    # float16 has three digits, and the order of sums differs.
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
-def test_gradients_that_would_be_lost_or_changed_twice():
-    """A hook would be called for every chunk, and the gradients of other layers' weights would be lost."""
+def test_heads_with_hooks_or_other_weights_are_refused():
+    """A hook would run once per chunk, and gradients of other layers' weights would be lost."""
     hidden, labels = data()
     hooked = linear()
     hooked.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -256,23 +264,27 @@ def test_compiled():
 
     leaves = [hidden.requires_grad_(), *head.parameters()]
     compiled = torch.compile(total, backend="aot_eager")
-    assert_equal(*(torch.autograd.grad(run(hidden), leaves) for run in (compiled, total)))
+    actual = torch.autograd.grad(compiled(hidden), leaves)
+    assert_equal(actual, torch.autograd.grad(total(hidden), leaves))
 
 
 def test_a_split_backward():
-    """As in zero-bubble pipelines, the input's gradient comes first and those of weights later."""
-    head, first = linear(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    """Zero-bubble pipelines compute the input's gradient first, and those of weights later."""
+    head = linear()
+    first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     hidden, labels = data()
     received = hidden.requires_grad_()
     weights = [*first.parameters(), *head.parameters()]
     plain, _ = plain_loss(head, first(received), labels)
     expected = torch.autograd.grad(plain * 0.5, [received, *weights])
     total, _ = chunked_loss(head, first(received), labels)
-    with Products() as products:
-        deferred_half = backward_inputs([total * 0.5], None, [received])
-    assert received.grad is not None and all(weight.grad is None for weight in weights)
-    assert products.count == 1, "the product of the first layer"
-    backward_weights(deferred_half)
+    with ProductCounter() as products:
+        weights_half = backward_inputs([total * 0.5], None, [received])
+    assert received.grad is not None
+    assert all(weight.grad is None for weight in weights)
+    # The only product is that of the first layer.
+    assert products.count == 1
+    backward_weights(weights_half)
     assert_equal([received.grad, *(weight.grad for weight in weights)], [*expected])
 
 
@@ -291,11 +303,12 @@ def test_gradients_have_the_parameters_dtype(kind):
     assert error < 4 * torch.finfo(dtype).eps
 
 
-def test_halves_are_added_up_in_float32():
+def test_half_precision_is_added_up_in_float32():
     """Sums over many small chunks are as exact as one product."""
     torch.manual_seed(0)
     head = nn.Linear(64, 16, bias=False)
-    hidden, labels = torch.randn(8, 256, 64), torch.randint(0, 16, (8, 256))
+    hidden = torch.randn(8, 256, 64)
+    labels = torch.randint(0, 16, (8, 256))
     [exact] = torch.autograd.grad(plain_loss(head, hidden, labels)[0], head.weight)
     half = head.to(torch.bfloat16)
     errors = []
@@ -307,18 +320,21 @@ def test_halves_are_added_up_in_float32():
 
 
 def test_logits_never_exist():
-    """Compare the peak memory of forward and backward with the size of the logits."""
+    """The peak memory of forward and backward is less than the size of the logits."""
     head = nn.Linear(16, 4096, bias=False)
-    hidden, labels = torch.randn(2, 512, 16, requires_grad=True), torch.randint(0, 4096, (2, 512))
-    peaks = []
-    for size in (64, 10**6):
+    hidden = torch.randn(2, 512, 16, requires_grad=True)
+    labels = torch.randint(0, 4096, (2, 512))
+
+    def peak_bytes(size):
+        hidden.grad = None
+        head.weight.grad = None
         with LiveStorages(known=[hidden, labels, *head.parameters()]) as live:
             chunked_loss(head, hidden, labels, size)[0].backward()
-        hidden.grad = head.weight.grad = None
-        peaks.append(live.peak)
-    logits = 2 * 512 * 4096 * 4
-    assert peaks[1] > 2 * logits
-    assert peaks[0] < logits / 4
+        return live.peak
+
+    logits_bytes = 2 * 512 * 4096 * 4
+    assert peak_bytes(64) < logits_bytes / 4
+    assert peak_bytes(10**6) > 2 * logits_bytes
 
 
 class Capped(cases.PlainModel):
@@ -334,24 +350,33 @@ class Capped(cases.PlainModel):
         return cases.Output(self.change(super().forward(input_ids, side).logits))
 
 
-class Cut(Capped):
+class Sliced(Capped):
     def change(self, logits):
         return logits[..., :-1]
 
 
 @pytest.mark.parametrize(
     ("kind", "tied"),
-    [("llama", True), ("llama", False), ("gpt2", True), ("capped", True), ("gemma2", True), ("cohere", False), ("granite", False)],
-)  # fmt: skip
-def test_a_models_head_is_left_to_the_loss(kind, tied):
-    """This holds for tied heads and for logits that are capped or scaled (B8). Afterwards the model is as before."""
-    batch = cases.ragged_steps(1)[0][0]
+    [
+        ("llama", True),
+        ("llama", False),
+        ("gpt2", True),
+        ("capped", True),
+        ("gemma2", True),
+        ("cohere", False),
+        ("granite", False),
+    ],
+)
+def test_the_loss_computes_a_models_head(kind, tied):
+    """Heads may be tied, and logits capped or scaled. The model itself does not change."""
+    batch = (
+        cases.ragged_steps(1, keys=())[0][0] if kind == "capped" else cases.ragged_steps(1)[0][0]
+    )
     if kind in ("gemma2", "cohere", "granite"):
         model = family(kind, vocab_size=cases.VOCABULARY, tie_word_embeddings=tied)
         model.config.logits_scaling = 3.0
     elif kind == "capped":
         model = Capped(tied=tied).double()
-        batch = cases.ragged_steps(1, keys=())[0][0]
     else:
         model = cases.build(kind, tied=tied, device="cpu")
 
@@ -370,7 +395,7 @@ def test_a_models_head_is_left_to_the_loss(kind, tied):
 def test_refusals():
     batch = cases.ragged_steps(1, keys=())[0][0]
     with pytest.raises(ModelError, match="does `__getitem__` to its logits"):
-        deferred(default_forward, Cut(tied=False))(Cut(tied=False), batch)
+        deferred(default_forward, Sliced(tied=False))(Sliced(tied=False), batch)
     with pytest.raises(ModelError, match="does not name the layer"):
         deferred(default_forward, cases.PlainModel(tied=False))
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"loss_chunk_tokens": 8}}
@@ -380,7 +405,7 @@ def test_refusals():
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     with pytest.raises(ConfigError, match=r"no loss is given"):
         plait.parallelize(model, config)
-    # A17: the hook would be given the head's input in place of logits.
+    # The hook would be given the head's input instead of logits.
     model.get_submodule("lm_head").register_forward_hook(lambda *_: None)
     with pytest.raises(ModelError, match="lm_head has a forward hook"):
         deferred(default_forward, model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})

@@ -1,4 +1,4 @@
-"""The step over files: bits of torch's own step for every kind of optimizer, and reading, computing and writing at the same time."""
+"""Optimizer steps on states in files: torch's bits, and reads and writes during the computation."""
 
 import threading
 
@@ -14,19 +14,19 @@ from plait.parallel.offload.arena import Arena
 
 
 def model():
-    """A parameter of several slices, some that share a piece, and one of a single element."""
+    """Return parameters of several slices, some that share a slice, and two with one element."""
     torch.manual_seed(0)
     return nn.ModuleList([nn.Linear(300, 111), nn.Linear(7, 5), nn.Linear(1, 1)])
 
 
-def train(optimizer, parameters, steps=3, before=lambda: None):
+def train(optimizer, parameters, steps=3):
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         for index, parameter in enumerate(parameters):
+            # One parameter is not used in one step.
             if step == 1 and index == 2:
-                continue  # a step that leaves one unused
+                continue
             (parameter * torch.randn(parameter.shape, generator=generator)).sum().backward()
-        before()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -48,32 +48,37 @@ SPECS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "pieces"), [*((kind, "many pieces") for kind in SPECS), ("AdamW", "one piece")]
+    ("kind", "buffer_bytes"), [*((kind, ALIGNED * 16) for kind in SPECS), ("AdamW", 10**9)]
 )
-def test_same_bits_as_torch(tmp_path, kind, pieces):
-    buffer = ALIGNED * 16 if pieces == "many pieces" else 10**9
+def test_same_bits_as_torch(tmp_path, kind, buffer_bytes):
+    """Small buffers hold a part of a parameter, the large one holds all parameters."""
     spec = OptimizerSpec(type=kind, params=SPECS[kind])
-    plain, filed = model(), model()
-    theirs = build_optimizer(spec, plain.named_parameters())
-    train(theirs, list(plain.parameters()))
+    plain = model()
+    in_files = model()
+    reference = build_optimizer(spec, plain.named_parameters())
+    train(reference, list(plain.parameters()))
+
     arena = Arena(tmp_path)
-    tier = DiskTier(arena, buffer_bytes=buffer)
-    tier.adopt(filed, states=large_states(lambda named: build_optimizer(spec, named)))
-    reserved = arena.reserved_bytes
-    ours = build_optimizer(spec, filed.named_parameters())
-    tier.drive(ours)
-    train(ours, list(filed.parameters()))
-    for a, b in zip(plain.parameters(), filed.parameters(), strict=True):
-        assert torch.equal(a, b)
-        first, second = theirs.state[a], ours.state[b]
-        assert set(first) == set(second)
-        for name, value in first.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, second[name]), name
-                assert arena.holds(second[name]) or value.shape != a.shape or not value.ndim
-            else:
-                assert value == second[name]
-    assert arena.reserved_bytes == reserved, "what was reserved at the start was enough"
+    tier = DiskTier(arena, buffer_bytes=buffer_bytes)
+    tier.adopt(in_files, states=large_states(lambda named: build_optimizer(spec, named)))
+    reserved_bytes = arena.reserved_bytes
+    optimizer = build_optimizer(spec, in_files.named_parameters())
+    tier.drive(optimizer)
+    train(optimizer, list(in_files.parameters()))
+    assert arena.reserved_bytes == reserved_bytes, "files grew after the start"
+
+    for expected, actual in zip(plain.parameters(), in_files.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+        state = optimizer.state[actual]
+        assert set(state) == set(reference.state[expected])
+        for name, value in reference.state[expected].items():
+            if not isinstance(value, torch.Tensor):
+                assert state[name] == value
+                continue
+            assert torch.equal(state[name], value), name
+            # Only states with the shape of the parameter are large.
+            if value.ndim and value.shape == expected.shape:
+                assert arena.holds(state[name])
 
 
 def test_schedules_work_and_closures_are_refused(tmp_path):
@@ -90,10 +95,10 @@ def test_schedules_work_and_closures_are_refused(tmp_path):
 
 
 class Packed(torch.Tensor):
-    """Tensors with packed numbers, like torchao's states of 8 bits."""
+    """Tensor with packed numbers, like torchao's states of 8 bits."""
 
 
-class KeepsPacked(torch.optim.Optimizer):
+class PackedOptimizer(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0})
 
@@ -108,115 +113,137 @@ def test_states_of_another_form_are_refused(tmp_path):
     parameters = model()
     tier = DiskTier(Arena(tmp_path), buffer_bytes=10**6)
     tier.adopt(parameters, states=1)
-    tier.drive(KeepsPacked(parameters.parameters()))
+    optimizer = PackedOptimizer(parameters.parameters())
+    tier.drive(optimizer)
     with pytest.raises(ModelError, match="`exp_avg` of the optimizer is a Packed"):
-        train(tier._optimizer, list(parameters.parameters()), steps=1)
+        train(optimizer, list(parameters.parameters()), steps=1)
 
 
 SECONDS = 20
 """Long enough for any machine. It is only reached if something waits for a later event."""
 
 
-class Interlocked(Arena):
-    """Arena whose transfers wait for events that must precede their end.
+READ_TENSORS = 3
+"""A slice of AdamW is a gradient and two states."""
+WRITTEN_TENSORS = 2
+"""A gradient is not written."""
 
-    The reading of a piece waits for the computation of the piece before, the writing of a piece for the computation of the next.
+
+class InterlockedArena(Arena):
+    """Arena whose transfers end only after the computation of a neighbouring slice.
+
+    The read of a slice waits for the computation of the previous slice. The write of a slice waits
+    for the computation of the next one.
     """
 
-    def __init__(self, folder, *, pieces, tensors):
+    def __init__(self, folder, *, slices):
         super().__init__(folder)
-        self.on = False
-        self.tensors = tensors  # that are read per piece
-        self.read = self.written = 0
-        self.asked = [threading.Event() for _ in range(pieces + 1)]
-        self.computed = [threading.Event() for _ in range(pieces + 1)]
-        self.met = []
+        self.enabled = False
+        self.reads = 0
+        self.writes = 0
+        self.requested = [threading.Event() for _ in range(slices)]
+        self.computed = [threading.Event() for _ in range(slices)]
+        self.waits = []
 
     def transfer(self, size, *, reading):
-        if not self.on:
+        if not self.enabled:
             return
         if reading:
-            piece, self.read = self.read // self.tensors, self.read + 1
-            self.asked[piece].set()
-            if piece:
-                self.met.append(self.computed[piece - 1].wait(SECONDS))
+            index = self.reads // READ_TENSORS
+            self.reads += 1
+            self.requested[index].set()
+            neighbour = index - 1
         else:
-            # A gradient is not written.
-            piece, self.written = self.written // (self.tensors - 1), self.written + 1
-            if piece < len(self.computed) - 2:
-                self.met.append(self.computed[piece + 1].wait(SECONDS))
+            index = self.writes // WRITTEN_TENSORS
+            self.writes += 1
+            neighbour = index + 1
+        if 0 <= neighbour < len(self.computed):
+            self.waits.append(self.computed[neighbour].wait(SECONDS))
 
 
-def test_reading_computing_and_writing_at_the_same_time(tmp_path):
-    """While a piece is computed, the next one is requested and the one before is written, and nothing waits for either.
+class CountingArena(Arena):
+    """Arena that counts the bytes in memory."""
 
-    Otherwise the test would hang until the timeout.
-    """
-    pieces = 8
-    parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(pieces))
-    arena = Interlocked(tmp_path, pieces=pieces, tensors=3)
-    # There is room for pieces that a late thread still writes.
-    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces)
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.enabled = False
+        self.bytes_in_memory = 0
+        self.peak_bytes = 0
+        # Two threads count.
+        self.lock = threading.Lock()
+
+    def fetch(self, tensor, *, write):
+        with self.lock:
+            if self.enabled:
+                self.bytes_in_memory += tensor.nbytes
+                self.peak_bytes = max(self.peak_bytes, self.bytes_in_memory)
+        super().fetch(tensor, write=write)
+
+    def evict(self, tensor, *, written=True):
+        super().evict(tensor, written=written)
+        with self.lock:
+            if self.enabled and self.holds(tensor):
+                self.bytes_in_memory -= tensor.nbytes
+
+
+def adam_over_files(arena, *, slices, buffers):
+    """Return a tier and a function that runs a step over slices of one parameter each."""
+    parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(slices))
+    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=buffers)
     tier.adopt(parameters, states=2)
     optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
     tier.drive(optimizer)
-    inner = tier._inner_step
-    count = 0
 
-    def watched(*args):
-        nonlocal count
-        if arena.on:
-            arena.computed[count].set()
-            if count + 1 < pieces:
-                arena.met.append(arena.asked[count + 1].wait(SECONDS))
-            count += 1
-        inner(*args)
-
-    def grads():
+    def step():
         for parameter in parameters:
+            # A backward would copy its gradient to this place.
             parameter.grad = tier._gradients[parameter].zero_()
+        optimizer.step()
 
-    tier._inner_step = watched
-    grads()
-    optimizer.step()  # makes the states
-    grads()
-    arena.on = True
-    optimizer.step()
-    assert count == pieces and (arena.read, arena.written) == (3 * pieces, 2 * pieces)
-    assert len(arena.met) == 3 * (pieces - 1) + 2 * (pieces - 1) + (pieces - 1) and all(arena.met)
+    return tier, step
 
 
-def test_no_more_pieces_than_buffers(tmp_path):
-    """Pieces that arrive, are computed and leave are counted at every event."""
+def test_reading_computing_and_writing_at_the_same_time(tmp_path):
+    """While a slice is computed, the next one is read and the previous one is written.
 
-    class Counting(Arena):
-        held = most = 0
-        counts = False
-        lock = threading.Lock()  # two threads count
+    Any other order waits until the timeout.
+    """
+    slices = 8
+    arena = InterlockedArena(tmp_path, slices=slices)
+    # There are enough buffers for slices whose writes wait.
+    tier, step = adam_over_files(arena, slices=slices, buffers=3 * slices)
+    inner_step = tier._inner_step
+    computed = 0
 
-        def fetch(self, tensor, *, write):
-            with self.lock:
-                if self.counts:
-                    self.held += tensor.nbytes
-                    self.most = max(self.most, self.held)
-            super().fetch(tensor, write=write)
+    def interlocked(*args):
+        nonlocal computed
+        if arena.enabled:
+            arena.computed[computed].set()
+            if computed + 1 < slices:
+                arena.waits.append(arena.requested[computed + 1].wait(SECONDS))
+            computed += 1
+        inner_step(*args)
 
-        def evict(self, tensor, *, written=True):
-            super().evict(tensor, written=written)
-            with self.lock:
-                if self.counts and self.holds(tensor):
-                    self.held -= tensor.nbytes
+    # The computation of a slice has no hook of its own.
+    tier._inner_step = interlocked
+    # The first step creates the states.
+    step()
+    arena.enabled = True
+    step()
+    assert computed == slices
+    assert arena.reads == READ_TENSORS * slices
+    assert arena.writes == WRITTEN_TENSORS * slices
+    assert len(arena.waits) == (READ_TENSORS + WRITTEN_TENSORS + 1) * (slices - 1)
+    assert all(arena.waits)
 
-    for buffers in (2, 4, 7):
-        parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(16))
-        arena = Counting(tmp_path)
-        tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=buffers)
-        tier.adopt(parameters, states=2)
-        optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
-        tier.drive(optimizer)
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = tier._gradients[parameter].zero_()
-            optimizer.step()
-            arena.counts = True
-        assert arena.held == 0 and 2 * 12 * ALIGNED <= arena.most <= buffers * 12 * ALIGNED
+
+@pytest.mark.parametrize("buffers", [2, 4, 7])
+def test_no_more_slices_in_memory_than_buffers(tmp_path, buffers):
+    arena = CountingArena(tmp_path)
+    _, step = adam_over_files(arena, slices=16, buffers=buffers)
+    step()
+    arena.enabled = True
+    step()
+    slice_bytes = READ_TENSORS * 4 * ALIGNED
+    assert arena.bytes_in_memory == 0
+    assert 2 * slice_bytes <= arena.peak_bytes <= buffers * slice_bytes

@@ -1,4 +1,4 @@
-"""AdamW with states of fewer bytes, in one process: torchao's optimizers where blocks are the same, torch's AdamW nearly."""
+"""AdamW with states of fewer bytes compared with torchao's optimizers and torch's AdamW."""
 
 import json
 
@@ -11,23 +11,34 @@ from plait.errors import InputError
 from plait.optim import low_bit_adam
 from plait.optim.low_bit_adam import DynamicInt8, Float8, levels
 from plait.optim.optimizer import build_optimizer
-from tests.unit.engine.torchao_numbers import (
+from tests.unit.optim.torchao_numbers import (
     BLOCK,
     FILE,
     PARAMS,
     SHAPE,
     STEPS,
+    equal_up_to_rounding,
     numbers,
-    rounds_alike,
     trained,
     unpacked,
     waves,
 )
 
+CPU = torch.device("cpu")
+TORCHAO = json.loads(FILE.read_text())
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+KINDS = pytest.mark.parametrize("kind", ["int8", "float8"])
+STATES = pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
 
-def small(states, kind="AdamW", **params):
+
+def adam(states, kind="AdamW", **params):
+    """Return a function that builds the optimizer for a list of parameters."""
     spec = OptimizerSpec(type=kind, states=states, params={**PARAMS, **params})
-    return lambda parameters: build_optimizer(spec, [(str(i), p) for i, p in enumerate(parameters)])
+
+    def build(parameters):
+        return build_optimizer(spec, zip(map(str, range(len(parameters))), parameters, strict=True))
+
+    return build
 
 
 @pytest.mark.parametrize(
@@ -38,9 +49,9 @@ def small(states, kind="AdamW", **params):
         ("int8, decay in gradients", "int8", "Adam", {"adam_w_mode": False}),
     ],
 )
-def test_torchaos_numbers(name, states, kind, params):
-    wanted = unpacked(json.loads(FILE.read_text())[f"trained {name}"], torch.float32)
-    assert rounds_alike(trained(small(states, kind, **params)), wanted)
+def test_training_equals_torchao(name, states, kind, params):
+    expected = unpacked(TORCHAO[f"trained {name}"], torch.float32)
+    assert equal_up_to_rounding(trained(adam(states, kind, **params)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -51,118 +62,118 @@ def test_torchaos_numbers(name, states, kind, params):
 @pytest.mark.parametrize(("states", "bar"), [("bf16", 0.02), ("int8", 0.05), ("float8", 0.1)])
 def test_close_to_torch(states, bar, kind, params, dtype):
     start = waves(4 * 2048).view(SHAPE).to(dtype)
-    wanted, found = (trained(small(form, kind, **params), dtype=dtype) for form in (None, states))
-    assert found.dtype == dtype
-    if dtype == torch.bfloat16:
-        bar = max(bar, 0.1)  # torch's own averages are in bfloat16 there
-    assert (found - wanted).norm() < bar * (wanted - start).norm()
+    expected = trained(adam(None, kind, **params), dtype=dtype)
+    actual = trained(adam(states, kind, **params), dtype=dtype)
+    assert actual.dtype == dtype
+    # torch's own averages of a bfloat16 parameter are in bfloat16.
+    tolerance = 0.1 if dtype == torch.bfloat16 else bar
+    assert (actual - expected).norm() < tolerance * (expected - start).norm()
 
 
-@pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_where_another_dtype_is_the_default(states):
-    """The dtypes of states do not depend on torch's default dtype, also after a step."""
-
+@STATES
+def test_state_dtypes_do_not_depend_on_the_default(states):
     def dtypes():
         parameter = nn.Parameter(torch.ones(8, 2048, dtype=torch.float32))
-        made = small(states)([parameter])
+        optimizer = adam(states)([parameter])
         parameter.grad = torch.ones_like(parameter)
-        made.step()
-        return {name: value.dtype for name, value in made.state[parameter].items()}
+        optimizer.step()
+        return {name: value.dtype for name, value in optimizer.state[parameter].items()}
 
-    wanted = dtypes()
+    expected = dtypes()
     torch.set_default_dtype(torch.float64)
     try:
-        assert dtypes() == wanted
+        assert dtypes() == expected
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_decay_of_torch_adam():
     """torch's default decay is 0.01."""
-    zero = nn.Parameter(torch.ones(8, 2048))
+    parameter = nn.Parameter(torch.ones(8, 2048))
     spec = OptimizerSpec(states="int8", params={"torch_adam": True, "lr": 1.0})
-    made = build_optimizer(spec, [("a", zero)])
-    zero.grad = torch.zeros_like(zero)
-    made.step()
-    torch.testing.assert_close(zero, torch.full_like(zero, 0.99))
+    optimizer = build_optimizer(spec, [("a", parameter)])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(parameter, torch.full_like(parameter, 0.99))
 
 
-@pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_pieces_change_nothing(states, monkeypatch):
-    whole = trained(small(states))
+@STATES
+def test_chunks_change_no_bit(states, monkeypatch):
+    expected = trained(adam(states))
+    # The parameter of 8192 numbers is one chunk otherwise.
     monkeypatch.setattr(low_bit_adam, "_CHUNK_ON_CPU", 1024)
-    assert torch.equal(trained(small(states)), whole)
+    assert torch.equal(trained(adam(states)), expected)
 
 
-@pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
-def test_rows_by_themselves(states, monkeypatch):
-    """A shard of full rows computes the same bits as the full parameter."""
-    whole = trained(small(states))
+class RowOptimizer:
+    """Optimizer that updates each row of a parameter as a parameter of its own."""
+
+    def __init__(self, states, parameter):
+        self.parameter = parameter
+        self.rows = [nn.Parameter(row[None].clone()) for row in parameter.detach()]
+        self.optimizer = adam(states)(self.rows)
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        for row, gradient in zip(self.rows, self.parameter.grad, strict=True):
+            row.grad = gradient[None].clone()
+        self.optimizer.step()
+        self.parameter.data.copy_(torch.cat(self.rows))
+
+
+@STATES
+def test_a_shard_of_rows_computes_the_same_bits(states, monkeypatch):
+    expected = trained(adam(states))
+    # A row alone has too few numbers to be quantised, unlike a shard of a larger parameter.
     monkeypatch.setattr("plait.parallel.precision.optimizer_states.FEWEST_NUMBERS", 1)
-    step = [0]
+    optimizers = []
 
-    def by_rows(parameters):
-        rows = [nn.Parameter(row[None].clone()) for row in parameters[0].detach()]
-        inner = small(states)(rows)
+    def build(parameters):
+        optimizers.append(RowOptimizer(states, parameters[0]))
+        return optimizers[0]
 
-        class Together:
-            def step(self):
-                step[0] += 1
-                for row, gradient in zip(rows, parameters[0].grad, strict=True):
-                    row.grad = gradient[None].clone()
-                inner.step()
-                parameters[0].data.copy_(torch.cat([row.detach() for row in rows]))
-
-        return Together()
-
-    assert torch.equal(trained(by_rows), whole)
-    assert step[0] == STEPS
+    assert torch.equal(trained(build), expected)
+    assert optimizers[0].steps == STEPS
 
 
 def test_a_parameter_that_is_not_contiguous():
-    plain = nn.Parameter(torch.ones(64, 128))
-    other = nn.Parameter(torch.ones(128, 64).t())
-    for parameter in (plain, other):
-        made = small("int8")([parameter])
+    contiguous = nn.Parameter(torch.ones(64, 128))
+    transposed = nn.Parameter(torch.ones(128, 64).t())
+    for parameter in (contiguous, transposed):
+        optimizer = adam("int8")([parameter])
         parameter.grad = torch.arange(64 * 128).view(64, 128).float()
-        made.step()
-    assert torch.equal(plain, other) and not other.is_contiguous()
+        optimizer.step()
+    assert torch.equal(contiguous, transposed)
+    assert not transposed.is_contiguous()
 
 
-def test_states_survive_their_own_dictionary():
-    """torch's `load_state_dict` would make codes and scales the parameter's dtype."""
-    parameter = nn.Parameter(torch.randn(8, 2048).bfloat16())
+def test_loaded_states_keep_their_dtypes():
+    """torch's `load_state_dict` converts codes and scales to the parameter's dtype."""
+    matrix = nn.Parameter(torch.randn(8, 2048).bfloat16())
     vector = nn.Parameter(torch.randn(7).bfloat16())
-    first, second = small("int8")([parameter, vector]), small("int8")([parameter, vector])
-    for p in (parameter, vector):
-        p.grad = torch.randn_like(p)
-    first.step()
-    second.load_state_dict(first.state_dict())
-    for p in (parameter, vector):
-        assert set(first.state[p]) == set(second.state[p])
-        for name, value in first.state[p].items():
-            loaded = second.state[p][name]
-            assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
-    assert first.state[vector]["exp_avg"].dtype == torch.float32
+    saved = adam("int8")([matrix, vector])
+    loaded = adam("int8")([matrix, vector])
+    for parameter in (matrix, vector):
+        parameter.grad = torch.randn_like(parameter)
+    saved.step()
+    loaded.load_state_dict(saved.state_dict())
+    for parameter in (matrix, vector):
+        # assert_close compares keys and dtypes, too.
+        torch.testing.assert_close(loaded.state[parameter], saved.state[parameter], rtol=0, atol=0)
+    assert loaded.state[vector]["exp_avg"].dtype == torch.float32
 
 
 def test_schedules_work_and_closures_are_refused():
     parameter = nn.Parameter(torch.ones(8, 2048))
-    made = small("float8")([parameter])
-    schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+    optimizer = adam("float8")([parameter])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     parameter.grad = torch.ones_like(parameter)
-    made.step()
+    optimizer.step()
     schedule.step()
-    assert made.param_groups[0]["lr"] == 0.005
+    assert optimizer.param_groups[0]["lr"] == 0.005
     with pytest.raises(InputError, match="no closure"):
-        made.step(lambda: 1.0)
-
-
-CPU = torch.device("cpu")
-THEIRS = json.loads(FILE.read_text())
-
-
-SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["average", "squares"])
+        optimizer.step(lambda: 1.0)
 
 
 def codec(kind, *, signed):
@@ -170,35 +181,40 @@ def codec(kind, *, signed):
 
 
 @SIGNED
-def test_levels_are_torchaos(signed):
-    theirs = unpacked(THEIRS[f"levels {'average' if signed else 'squares'}"], torch.float32)
-    torch.testing.assert_close(levels(signed=signed), theirs, rtol=1.5e-7, atol=0)
+def test_levels_equal_torchao(signed):
+    expected = unpacked(TORCHAO[f"levels {'average' if signed else 'squares'}"], torch.float32)
+    torch.testing.assert_close(levels(signed=signed), expected, rtol=1.5e-7, atol=0)
 
 
 @SIGNED
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_codes_are_torchaos(kind, signed):
+@KINDS
+def test_codes_equal_torchao(kind, signed):
     name = f"{kind} {'average' if signed else 'squares'}"
     codes, scales = codec(kind, signed=signed).encode(numbers(signed=signed), BLOCK)
-    their_codes = unpacked(THEIRS[f"codes {name}"], torch.uint8)
-    their_scales = unpacked(THEIRS[f"scales {name}"], torch.float32)
-    assert len(set(their_codes.tolist())) > 60
+    expected = unpacked(TORCHAO[f"codes {name}"], torch.uint8)
+    assert len(expected.unique()) > 60
     if not signed:
-        assert (their_codes == 0).any() and (codes[their_codes == 0] == 1).all()
-        codes, their_codes = codes[their_codes > 0], their_codes[their_codes > 0]
-    difference = (codes.int() - their_codes.int()).abs()
-    assert difference.max() <= 1 and difference.sum() <= 3
-    assert torch.equal(scales, their_scales)
+        # A square never becomes 0 here, because its update would be divided by epsilon.
+        assert (expected == 0).any()
+        assert (codes[expected == 0] == 1).all()
+        codes = codes[expected > 0]
+        expected = expected[expected > 0]
+    # A few numbers are within the rounding of float32 of the middle between two levels.
+    difference = (codes.int() - expected.int()).abs()
+    assert difference.max() <= 1
+    assert difference.sum() <= 3
+    assert torch.equal(scales, unpacked(TORCHAO[f"scales {name}"], torch.float32))
 
 
 @SIGNED
 def test_every_border_between_two_levels(signed):
-    """The look-up finds the right level at every border, and one step of a float next to it."""
+    """The look-up is right at every border, and at the next float on either side."""
     table = levels(signed=signed)
     borders = (table[1:] + table[:-1]) / 2
-    below, above = (torch.nextafter(borders, torch.tensor(side)) for side in (-2.0, 2.0))
+    below = torch.nextafter(borders, torch.tensor(-2.0))
+    above = torch.nextafter(borders, torch.tensor(2.0))
     values = torch.cat([below, borders, above, table])
-    # The largest of every block is 1, so that scales are 1.
+    # The largest number of every block is 1, so that scales are 1.
     blocks = torch.stack([torch.ones_like(values), values], dim=1)
     codes, scales = DynamicInt8(signed=signed, device=CPU).encode(blocks.view(-1), 2)
     assert (scales == 1).all()
@@ -206,18 +222,18 @@ def test_every_border_between_two_levels(signed):
     assert torch.equal(codes.long(), expected)
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_there_and_back(kind):
-    """The error is at most half of the largest distance of two levels. Tiny values are not lost, and 0 stays 0."""
-    found = torch.cat([numbers(signed=True), numbers(signed=True) * 1e-30, torch.zeros(256)])
+@KINDS
+def test_decoding_is_close_to_the_encoded_numbers(kind):
+    """The error is at most half the largest distance of two levels. 0 stays 0."""
+    values = torch.cat([numbers(signed=True), numbers(signed=True) * 1e-30, torch.zeros(256)])
     signed = codec(kind, signed=True)
-    codes, scales = signed.encode(found, 256)
-    error = (signed.decode(codes, scales) - found).view(-1, 256).abs().amax(1)
-    assert (error <= found.view(-1, 256).abs().amax(1) * 0.036).all()
-    assert (signed.decode(codes, scales)[-256:] == 0).all()
+    decoded = signed.decode(*signed.encode(values, 256))
+    error = (decoded - values).view(-1, 256).abs().amax(1)
+    assert (error <= values.view(-1, 256).abs().amax(1) * 0.036).all()
+    assert (decoded[-256:] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
+@KINDS
 def test_squares_never_become_zero(kind):
     block = torch.zeros(256)
     block[0] = 1.0
@@ -226,12 +242,11 @@ def test_squares_never_become_zero(kind):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_what_is_not_finite_is_seen(kind, bad):
-    """Only the block with the value is affected."""
-    found = torch.ones(512)
-    found[3] = bad
-    both = codec(kind, signed=True)
-    back = both.decode(*both.encode(found, 256))
-    assert not back[:256].isfinite().any()
-    assert (back[256:] == 1).all()
+@KINDS
+def test_a_block_with_a_non_finite_number_is_not_finite(kind, bad):
+    values = torch.ones(512)
+    values[3] = bad
+    signed = codec(kind, signed=True)
+    decoded = signed.decode(*signed.encode(values, 256))
+    assert not decoded[:256].isfinite().any()
+    assert (decoded[256:] == 1).all()

@@ -1,17 +1,20 @@
-"""The first difference between ranks, in words; what is compared is what a user built."""
+"""Descriptions of the first difference between the models and settings of two ranks."""
 
 import pytest
 import torch
 from torch import nn
 
 from plait.config.resolving.resolve import load, resolve
+
+# The public function compares the ranks of a process group. These parts of it need none.
 from plait.sharded.alike import _describe_difference, _model_facts, _setting_facts, _version_facts
 
 
 def tiny(**changes):
     torch.manual_seed(0)
     model = nn.Module()
-    model.up, model.norm = nn.Linear(12, changes.get("width", 24)), nn.BatchNorm1d(3)
+    model.up = nn.Linear(12, changes.get("width", 24))
+    model.norm = nn.BatchNorm1d(3)
     model.head = nn.Linear(12, 24, bias=False)
     if changes.get("tied"):
         model.head.weight = model.up.weight
@@ -28,34 +31,38 @@ def tiny(**changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "of_rank_3", "of_others"),
     [
-        ({"width": 25}, "rank 3 has `up.weight` float32 [25, 12], ranks 0-2 have float32 [24, 12]"),
-        ({"dtype": torch.float64}, "rank 3 has `up.weight` float64 [24, 12], ranks 0-2 have float32 [24, 12]"),
-        ({"frozen": True}, "rank 3 has `norm.weight` float32 [3] frozen, ranks 0-2 have float32 [3]"),
-        ({"tied": True}, "rank 3 has `head.weight` tied to `up.weight`, ranks 0-2 have float32 [24, 12]"),
-        ({"late": True}, "rank 3 has module `norm` where ranks 0-2 have module `up`: the order differs"),
-        ({"other": True}, "rank 3 has module `norm` InstanceNorm1d, ranks 0-2 have BatchNorm1d"),
-        ({"buffer": torch.float64}, "rank 3 has buffer `norm.running_mean` float64 [3], ranks 0-2 have float32 [3]"),
+        ({"width": 25}, "`up.weight` float32 [25, 12]", "float32 [24, 12]"),
+        ({"dtype": torch.float64}, "`up.weight` float64 [24, 12]", "float32 [24, 12]"),
+        ({"frozen": True}, "`norm.weight` float32 [3] frozen", "float32 [3]"),
+        ({"tied": True}, "`head.weight` tied to `up.weight`", "float32 [24, 12]"),
+        ({"other": True}, "module `norm` InstanceNorm1d", "BatchNorm1d"),
+        ({"buffer": torch.float64}, "buffer `norm.running_mean` float64 [3]", "float32 [3]"),
     ],
-)  # fmt: skip
-def test_models(change, said):
-    """Shapes, dtypes, what is frozen, ties, order, classes, buffers."""
-    usual, other = list(_model_facts(tiny())), list(_model_facts(tiny(**change)))
-    assert usual != other and usual == list(_model_facts(tiny()))
-    assert _describe_difference(usual, other, [0, 1, 2], [3]) == said
+)
+def test_models(change, of_rank_3, of_others):
+    facts = list(_model_facts(tiny()))
+    assert facts == list(_model_facts(tiny()))
+    description = _describe_difference(facts, list(_model_facts(tiny(**change))), [0, 1, 2], [3])
+    assert description == f"rank 3 has {of_rank_3}, ranks 0-2 have {of_others}"
+
+
+def test_order_of_modules():
+    facts = list(_model_facts(tiny()))
+    late = list(_model_facts(tiny(late=True)))
+    expected = "rank 1 has module `norm` where rank 0 has module `up`: the order differs"
+    assert _describe_difference(facts, late, [0], [1]) == expected
 
 
 def test_names_and_lengths():
-    """A name that one side lacks, at the end too."""
-    a = [("`a`", "x"), ("`b`", "x")]
-    assert (
-        _describe_difference(a, [("`a`", "x"), ("`c`", "y")], [0], [1, 2])
-        == "ranks 1-2 have `c` y where rank 0 has `b` x"
-    )
-    assert (
-        _describe_difference(a, a[:1], [0], [1]) == "rank 1 has nothing more where rank 0 has `b` x"
-    )
+    """A rank may lack a name, also the last one."""
+    facts = [("`a`", "x"), ("`b`", "x")]
+    other = [("`a`", "x"), ("`c`", "y")]
+    expected = "ranks 1-2 have `c` y where rank 0 has `b` x"
+    assert _describe_difference(facts, other, [0], [1, 2]) == expected
+    expected = "rank 1 has nothing more where rank 0 has `b` x"
+    assert _describe_difference(facts, facts[:1], [0], [1]) == expected
 
 
 def facts_of(config):
@@ -63,13 +70,13 @@ def facts_of(config):
 
 
 def test_settings_and_versions():
-    """Every resolved setting, except folders, which may be a rank's own."""
+    """All resolved settings are compared, except for folders, which may differ between ranks."""
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     other = {**base, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    said = _describe_difference(facts_of(base), facts_of(other), [0], [1])
-    assert said == "rank 1 has setting `optimizer.params.lr` 0.01, rank 0 has 0.001"
+    description = _describe_difference(facts_of(base), facts_of(other), [0], [1])
+    assert description == "rank 1 has setting `optimizer.params.lr` 0.01, rank 0 has 0.001"
     assert facts_of(base) == facts_of({**base, "run": {"folder": "elsewhere"}})
-    assert {"plait", "torch", "Python"} == {what for what, _ in _version_facts(tiny())}
+    assert dict(_version_facts(tiny())).keys() == {"plait", "torch", "Python"}

@@ -1,4 +1,6 @@
-"""What cannot be is refused before a process group exists, in one place for everyone who asks."""
+"""Checks of a model and a configuration before a process group exists."""
+
+import warnings
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from plait.parallel.technique import Technique, TechniqueContext
 from plait.parallel.techniques.compile import Compile
 from plait.parallel.techniques.data_parallel import DataParallel
 from plait.sharded.assemble import checked_model
+
+# The public function compares parameters over the ranks of a process group.
 from plait.sharded.guard import _can_be_compared
-from plait.sharded.misuse import refuse_unfit_layers
+from plait.sharded.misuse import refuse_unfit_layers, warn_of_no_blocks
 from tests.parity import cases
 
 
@@ -31,17 +35,17 @@ class Refusing(Technique):
 
     def check(self, context):
         assert not dist.is_initialized()
-        name, count = type(context.model).__name__, context.layout.world_size
-        raise ModelError(f"{name} is not fit for {count} processes")
+        name = type(context.model).__name__
+        raise ModelError(f"{name} is not fit for {context.layout.world_size} processes")
 
 
-def test_a_technique_of_ones_own_refuses():
+def test_a_technique_of_the_user_is_checked():
     with pytest.raises(ModelError, match="Linear is not fit for 2 processes"):
         check_all(TechniqueContext(Layout(dp_shard=2), (Refusing(),), model=nn.Linear(2, 2)))
 
 
 def test_initialize_refuses_before_a_process_group_exists():
-    """The configuration is for two processes, and there is one. A process group would be refused for that reason."""
+    """A process group would be refused, because there is one process and not two."""
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="no repeated blocks"):
         plait.initialize(model, resolved(2, recompute={"mode": "full"}))
@@ -50,18 +54,18 @@ def test_initialize_refuses_before_a_process_group_exists():
     assert not dist.is_initialized()
 
 
-def test_the_list_of_techniques_is_in_order():
-    """The configuration makes one list with every technique in it once."""
+def test_a_configuration_lists_every_technique_in_order():
     assert tuple(type(technique) for technique in resolved(1).techniques) == ORDER
 
 
-def test_plans_are_kept_and_need_no_model_twice():
-    """Checks keep their results as notes. Without a model, only combinations and errors of the file are refused."""
+def test_checks_return_plans():
+    """Checks without a model return no plans, and refuse only errors of the file."""
     with torch.device("meta"):
         model = cases.build("llama", tied=False, layers=4)
     plans = checked_model(model, resolved(4, pp=2, tp=2)).parts.plans
     assert plans.tensor is not None
-    assert plans.pipeline.schedule.pp == 2 and plans.pipeline.staged is None
+    assert plans.pipeline.schedule.pp == 2
+    assert plans.pipeline.staged is None
     assert check_all(resolved(4, pp=2, tp=2).context()) == Plans()
     file = load({"compile": {"enabled": True, "backend": "nonsense"}})
     wrong = resolve(file, world_size=1, micro_batch_size=1)
@@ -69,17 +73,16 @@ def test_plans_are_kept_and_need_no_model_twice():
         check_all(wrong.context())
 
 
-def test_all_at_once():
+def test_all_unsupported_combinations_are_reported_at_once():
     techniques = (Compile(enabled=True), DataParallel(secondary_partition=2))
     context = TechniqueContext(Layout(pp=2, cp=2, tp=2), techniques)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         refuse_incompatible(context)
-    fields = [problem.field for problem in caught.value.problems]
+    fields = [problem.field for problem in error.value.problems]
     assert fields == [refusal.field for refusal in UNSUPPORTED_COMBINATIONS]
 
 
-def test_what_works_passes():
-    """Data, tensor and pipeline parallelism, compiled data parallelism and a secondary partition are accepted."""
+def test_supported_combinations_are_accepted():
     refuse_incompatible(TechniqueContext(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
     for technique in (DataParallel(secondary_partition=2), Compile(enabled=True)):
         refuse_incompatible(TechniqueContext(Layout(dp_shard=4), (technique,)))
@@ -105,4 +108,21 @@ def test_parameters_in_mapped_files_are_not_compared(tmp_path):
     file.write_bytes(bytes(16))
     mapped = torch.from_file(str(file), shared=True, size=4, dtype=torch.float32)
     in_file = nn.Parameter(mapped)
-    assert _can_be_compared(in_memory) and not _can_be_compared(in_file)
+    assert _can_be_compared(in_memory)
+    assert not _can_be_compared(in_file)
+
+
+def test_a_large_model_without_blocks_is_warned_of():
+    """ZeRO stage 3 gathers all parameters at the same time if it finds no layers."""
+    with torch.device("meta"):
+        model = nn.Linear(8192, 8192)
+    message = (
+        "stage = 3: Linear has no list of repeated layers, so all of its 67,117,056 parameters"
+    )
+    with pytest.warns(UserWarning, match=message):
+        warn_of_no_blocks(model, (), stage=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_no_blocks(model, ("layers.0",), stage=3)
+        warn_of_no_blocks(model, (), stage=2)
+        warn_of_no_blocks(nn.Linear(8, 8), (), stage=3)

@@ -1,4 +1,4 @@
-"""Models that a script resizes, or builds without weights: what works, and the way that a refusal names."""
+"""Models that a script resizes or builds without weights, and remedies of refusals."""
 
 import importlib
 import sys
@@ -35,7 +35,7 @@ def initialized(model):
 
 
 def save_with_more_rows(folder, target):
-    """Resize a saved model as the messages advise."""
+    """Resize a saved model, as the messages advise, and save it."""
     resized = transformers.AutoModelForCausalLM.from_pretrained(folder)
     resized.resize_token_embeddings(70)
     resized.save_pretrained(target)
@@ -46,27 +46,27 @@ def loss_of_a_step(engine, token):
     return float(engine.train_batch({"input_ids": tokens, "labels": tokens}).loss)
 
 
-def test_resized_after_training():
-    """The optimizer's states have the former size. An update wrote past their end, and the process crashed."""
+def test_resizing_after_training_is_refused():
+    """The optimizer's states keep the former size, and an update would write past their end."""
     engine = initialized(model())
     loss_of_a_step(engine, 3)
     engine.model.resize_token_embeddings(70)
-    words = r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"
-    with pytest.raises(InputError, match=words):
+    message = r"embed_tokens.weight` has shape \(70, 32\), and had \(64, 32\)"
+    with pytest.raises(InputError, match=message):
         loss_of_a_step(engine, 68)
     engine.close()
-    # The message says that the resized model is given to plait.initialize.
+    # The remedy is to pass the resized model to plait.initialize.
     again = initialized(engine.model)
     assert loss_of_a_step(again, 68) > 0
     again.close()
 
 
-def test_resized_before_it_has_weights(tmp_path):
+def test_resizing_before_the_weights_are_loaded_is_refused(tmp_path):
     model().save_pretrained(tmp_path / "small")
-    found = plait.from_pretrained(tmp_path / "small")
-    assert found.resize_token_embeddings().num_embeddings == 64
+    pretrained = plait.from_pretrained(tmp_path / "small")
+    assert pretrained.resize_token_embeddings().num_embeddings == 64
     with pytest.raises(InputError, match="resize and save it once") as error:
-        found.resize_token_embeddings(70)
+        pretrained.resize_token_embeddings(70)
     assert "from_pretrained" in str(error.value)
     assert "resize_token_embeddings(70)" in str(error.value)
     save_with_more_rows(tmp_path / "small", tmp_path / "large")
@@ -76,15 +76,14 @@ def test_resized_before_it_has_weights(tmp_path):
     engine.close()
 
 
-def test_resized_once_it_has_weights(tmp_path):
-    """The model of an engine that was closed is the caller's."""
+def test_the_model_of_a_closed_engine_can_be_resized(tmp_path):
     model().save_pretrained(tmp_path)
-    found = plait.from_pretrained(tmp_path)
-    initialized(found).close()
-    assert found.resize_token_embeddings(70).num_embeddings == 70
+    pretrained = plait.from_pretrained(tmp_path)
+    initialized(pretrained).close()
+    assert pretrained.resize_token_embeddings(70).num_embeddings == 70
 
 
-def test_more_tokens_than_a_saved_model_has(tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     model().save_pretrained(tmp_path / "small")
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {f"t{number}": number for number in range(70)}
@@ -92,19 +91,21 @@ def test_more_tokens_than_a_saved_model_has(tmp_path):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="t0")
     with pytest.raises(ConfigError, match=r"model.resize_token_embeddings\(70\)") as error:
         build_model(ModelSection(path=str(tmp_path / "small")), tokenizer, positions=8)
-    assert "set model.path to that folder" in str(error.value) and "or more" not in str(error.value)
+    assert "set model.path to that folder" in str(error.value)
+    assert "or more" not in str(error.value)
     save_with_more_rows(tmp_path / "small", tmp_path / "large")
     built = build_model(ModelSection(path=str(tmp_path / "large")), tokenizer, positions=8)
     assert built.model.config.vocab_size == 70
 
 
-def test_pretrained_inside_of_zero_init(tmp_path):
+def test_from_pretrained_of_transformers_in_zero_init_is_refused(tmp_path):
     model().save_pretrained(tmp_path)
     with (
         pytest.raises(InputError, match=r"call plait.from_pretrained\(name\) without zero.Init"),
         deepspeed.zero.Init(),
     ):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    # zero.Init does not hide other errors.
     with pytest.raises(ZeroDivisionError), deepspeed.zero.Init():
         _ = 1 / 0
     engine = deepspeed.initialize(model=plait.from_pretrained(tmp_path), config=CONFIG)[0]
@@ -112,20 +113,20 @@ def test_pretrained_inside_of_zero_init(tmp_path):
     engine.destroy()
 
 
-def test_configuration_of_transformers_without_deepspeed(tmp_path):
-    """`HfDeepSpeedConfig` names the remedy, and the remedy works after it."""
+def test_hf_deepspeed_config_is_refused(tmp_path):
     model().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"delete the line.* plait.from_pretrained\(name\)"):
         _ = transformers.integrations.HfDeepSpeedConfig(CONFIG)
     assert not transformers.integrations.is_deepspeed_zero3_enabled()
+    # The remedy works.
     engine = deepspeed.initialize(model=plait.from_pretrained(tmp_path), config=CONFIG)[0]
     assert torch.equal(engine.module.lm_head.weight, model().lm_head.weight)
     engine.destroy()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_path):
-    """Transformers or Plait may be imported first."""
+def test_hf_deepspeed_config_is_patched_in_either_order(is_first, monkeypatch, tmp_path):
+    """Transformers or Plait may be imported first. A stand-in for Transformers can be either."""
     lines = (
         "from importlib.metadata import version",
         "unset_hf_deepspeed_config = int",
@@ -135,7 +136,8 @@ def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_pat
     )
     (tmp_path / "stand_in.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(hf_config, "_MODULE", "stand_in")  # Transformers is imported already.
+    # Transformers itself is imported already.
+    monkeypatch.setattr(hf_config, "_MODULE", "stand_in")
     monkeypatch.delitem(sys.modules, "stand_in", raising=False)
     if is_first:
         importlib.import_module("stand_in")
@@ -145,21 +147,21 @@ def test_configuration_is_patched_in_either_order(is_first, monkeypatch, tmp_pat
     monkeypatch.delitem(sys.modules, "stand_in")
 
 
-def test_parameters_that_deepspeed_has_cut():
-    found = nn.Linear(2, 2)
-    found.weight.ds_id = 0
+def test_parameters_partitioned_by_deepspeed_are_refused():
+    partitioned = nn.Linear(2, 2)
+    partitioned.weight.ds_id = 0
     with pytest.raises(ModelError, match=r"build the model with plait.from_pretrained\(name\)"):
-        plait.initialize(found, CONFIG)
+        plait.initialize(partitioned, CONFIG)
 
 
-def test_adapters_on_a_model_without_weights(tmp_path):
-    """The message names the way that works: the model of Transformers."""
+def test_adapters_on_a_model_without_weights_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
     model().save_pretrained(tmp_path)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(InputError, match="build it with LlamaForCausalLM.from_pretrained"):
         plait.initialize(peft.get_peft_model(plait.from_pretrained(tmp_path), lora), CONFIG)
-    whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    engine = initialized(peft.get_peft_model(whole, lora))
+    # The remedy works.
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    engine = initialized(peft.get_peft_model(loaded, lora))
     assert loss_of_a_step(engine, 3) > 0
     engine.close()

@@ -1,4 +1,4 @@
-"""Stores give back what they took, in time, and leave nothing behind."""
+"""Stores return the tensors they were given, prefetch them in time, and leave nothing behind."""
 
 import errno
 import gc
@@ -31,38 +31,52 @@ def flat(size, seed=0):
 
 
 def recorded(calls, entry, function):
-    """Return a function that adds `entry` to `calls` and calls `function`. `entry` may depend on the arguments."""
+    """Return a function that adds `entry(*args)` to `calls` and calls `function`."""
 
     def call(*args):
-        calls.append(entry(*args) if callable(entry) else entry)
+        calls.append(entry(*args))
         return function(*args)
 
     return call
 
 
+def closed_gate(monkeypatch):
+    """Return an event. Nothing is written to files until it is set."""
+    gate = threading.Event()
+    slow = recorded([], lambda *_: gate.wait(10), os.pwrite)
+    # A disk that is slow at the right moment cannot be had otherwise.
+    monkeypatch.setattr(activation_store.os, "pwrite", slow)
+    return gate
+
+
+def stored_group(store, index, started, name):
+    """Return a group with one tensor that adds `name` to `started` when it is prefetched."""
+    group = store.open(index)
+    group.put(flat(10))
+    group.prefetch = recorded(started, lambda *_: name, group.prefetch)
+    return group
+
+
 @pytest.fixture(params=["host", "disk"])
 def store(request, tmp_path):
-    """On a CPU the host store makes plain copies; its streams are for GPUs."""
+    """Store of each kind. On a CPU the host store makes plain copies without streams."""
     return HostStore(CPU) if request.param == "host" else DiskStore(tmp_path, CPU)
 
 
-def test_what_is_put_comes_back(store):
+def test_stored_tensors_come_back(store):
     group = store.open(0)
     tensors = [flat(size, size) for size in (1, 4096, 100_000)]
     handles = [group.put(tensor) for tensor in tensors]
     for handle, tensor in reversed(list(zip(handles, tensors, strict=True))):
-        assert torch.equal(group.get(handle), tensor)
-        assert torch.equal(group.get(handle), tensor)
+        for _ in range(2):
+            assert torch.equal(group.get(handle), tensor)
 
 
-def test_the_block_before_starts_its_way_back(store):
-    """The block after does not, nor does the last block of the forward before."""
-    earlier = store.open(3)
-    groups = [store.open(index) for index in range(3)]
+def test_reading_a_block_prefetches_the_previous_one(store):
+    """The next block is not prefetched, nor the last block of the previous forward."""
     started = []
-    for index, group in enumerate([*groups, earlier]):
-        group.put(flat(10))
-        group.prefetch = recorded(started, index, group.prefetch)
+    stored_group(store, 3, started, "previous forward")
+    groups = [stored_group(store, index, started, index) for index in range(3)]
     store.prefetcher()()
     assert started == [2]
     groups[2].get(0)
@@ -72,9 +86,10 @@ def test_the_block_before_starts_its_way_back(store):
 
 
 def test_files_are_read_once(tmp_path, monkeypatch):
-    """A block's tensors are read once, however often they are requested. Requesting one a second time reads it alone."""
+    """A block's tensors are read together. A second request of one reads only that one."""
     offsets = []
     read = recorded(offsets, lambda *args: args[2].offset, activation_store._read)
+    # Only the function that reads knows the offsets, because the files have no name.
     monkeypatch.setattr(activation_store, "_read", read)
     group = DiskStore(tmp_path, CPU).open(0)
     handles = [group.put(flat(4096, seed)) for seed in range(3)]
@@ -85,27 +100,26 @@ def test_files_are_read_once(tmp_path, monkeypatch):
     assert sorted(offsets) == [0, 4096, 4096, 8192]
 
 
-def test_a_stage_begins_its_way_back_before_its_backward(store):
-    """Micro-batches and stages of a rank are separate. A stage that ends with its own blocks waits for them."""
+def test_a_stage_prefetches_before_its_backward(store):
+    """Micro-batches and stages of a rank are separate."""
     stages = {index: SimpleNamespace(blocks=(f"{index}.a", f"{index}.b")) for index in (0, 2)}
     staged = StagePrefetcher(store, stages, ("0.a", "0.b", "2.a"))
     started = []
 
     def forward(stage, microbatch, blocks):
         staged(Action(stage, Kind.FORWARD, microbatch), False)
-        groups = []
-        for index in blocks:
-            group = store.open(index)
-            group.put(flat(10))
-            group.prefetch = recorded(started, f"{microbatch}/{index}", group.prefetch)
-            groups.append(group)
+        groups = [stored_group(store, index, started, f"{microbatch}/{index}") for index in blocks]
         staged(Action(stage, Kind.FORWARD, microbatch), True)
         return groups
 
-    first, second = forward(0, 0, range(2)), forward(0, 1, range(2))
+    first = forward(0, 0, range(2))
+    second = forward(0, 1, range(2))
     third = forward(2, 0, range(2, 3))
     # Another stage and another micro-batch begin without a previous group.
-    assert third[0].previous is None and second[0].previous is None
+    assert second[0].previous is None
+    assert third[0].previous is None
+
+    # Stage 2 ends with the last block of the model, whose tensors its backward reads at once.
     staged(Action(2, Kind.BACKWARD, 0), False)
     assert started == []
     staged(Action(0, Kind.INPUT, 0), False)
@@ -122,26 +136,29 @@ def test_files_have_no_name_and_are_closed(tmp_path):
     handle = group.put(flat(5000))
     assert torch.equal(group.get(handle), flat(5000))
     assert list(tmp_path.iterdir()) == []
-    gc.collect()  # files of other tests
+    # Files of other tests are closed first.
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     del group
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
-def test_a_full_disk_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     store = DiskStore(tmp_path, CPU)
     group = store.open(0)
+    # A full disk cannot be had otherwise.
     monkeypatch.setattr(activation_store.os, "pwrite", full)
     handle = group.put(flat(5000))
     with pytest.raises(PlaitError, match=r"No space left on device; free some space there"):
         group.get(handle)
     with pytest.raises(PlaitError, match="No space left"):
         group.put(flat(5000))
-    store.wait_for_room(store._limit)  # what failed waits no longer
+    # A failed write no longer counts as pending.
+    store.wait_for_room(store._limit)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -151,11 +168,9 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         DiskStore(file / "folder", CPU)
 
 
-def test_a_write_before_the_disk_has_it_is_refused(tmp_path, monkeypatch):
-    """torch also refuses a backward through a modified tensor. Without such a backward, nothing is refused."""
-    gate, write = threading.Event(), os.pwrite
-    slow = recorded([], lambda *args: gate.wait(10), write)
-    monkeypatch.setattr(activation_store.os, "pwrite", slow)
+def test_a_tensor_modified_before_it_is_stored_is_refused(tmp_path, monkeypatch):
+    """It is refused only when it is read: torch refuses a backward through it, too."""
+    gate = closed_gate(monkeypatch)
     hidden = torch.arange(4096.0)
     group = DiskStore(tmp_path, CPU).open(0)
     handle = group.put(hidden.detach().view(torch.uint8))
@@ -168,10 +183,8 @@ def test_a_write_before_the_disk_has_it_is_refused(tmp_path, monkeypatch):
 
 
 def test_forward_waits_for_a_slow_disk(tmp_path, monkeypatch):
-    """At most the limit is kept in memory."""
-    gate = threading.Event()
-    slow = recorded([], lambda *args: gate.wait(10), os.pwrite)
-    monkeypatch.setattr(activation_store.os, "pwrite", slow)
+    """The limit of pending bytes is never exceeded."""
+    gate = closed_gate(monkeypatch)
     store = DiskStore(tmp_path, CPU, pending_bytes=2500)
     group = store.open(0)
     group.put(flat(1000))
@@ -197,8 +210,8 @@ class Block(nn.Module):
         return torch.sin(y[:, :32]).sum() + (torch.cos(y[:, 32:]) * mask).sum() + hidden.sin().sum()
 
 
-def test_each_storage_is_moved_once_and_shared_ones_stay(store):
-    """The input and the product are moved; the mask and the weight are not."""
+def test_each_storage_is_moved_once(store):
+    """The input and the product are moved. The mask and the weight stay."""
     sizes = []
     open_group = store.open
 
@@ -209,49 +222,56 @@ def test_each_storage_is_moved_once_and_shared_ones_stay(store):
 
     store.open = opened
     block = Block()
-    hidden, mask = torch.randn(16, 64, requires_grad=True), torch.rand(16, 32)
+    hidden = torch.randn(16, 64, requires_grad=True)
+    mask = torch.rand(16, 32)
     expected = torch.autograd.grad(block(hidden, mask), [hidden, *block.parameters()])
     saved = SavedTensors(block, store=store, partition=None, index=0)
     with saved.hooks((hidden, mask), {}):
         out = block(hidden, mask)
     gradients = torch.autograd.grad(out, [hidden, *block.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
     assert sizes == [16 * 64 * 4, 16 * 64 * 4]
 
 
-def test_what_is_saved_again_after_a_write_is_another(store):
-    """A storage is saved for a product without a backward, written to, and saved again for a product that has one."""
+def test_a_storage_is_saved_again_after_a_write(store):
+    """The first product has no backward, so torch does not notice the write."""
     factors = torch.randn(2, 1024, requires_grad=True)
     hidden = torch.randn(1024)
     with SavedTensors(nn.Identity(), store=store, partition=None, index=0).hooks((), {}):
         unused = factors[0] * hidden
-        hidden.mul_(2)  # after which torch refuses the backward of `unused`
+        # From here on torch would refuse the backward of `unused`.
+        hidden.mul_(2)
         used = factors[1] * hidden
-    (found,) = torch.autograd.grad(used.sum(), [factors])
-    assert torch.equal(found, torch.stack([torch.zeros_like(hidden), hidden]))
+    (gradient,) = torch.autograd.grad(used.sum(), [factors])
+    assert torch.equal(gradient, torch.stack([torch.zeros_like(hidden), hidden]))
     assert unused.requires_grad
 
 
 @pytest.mark.parametrize(
-    ("technique", "compiled", "device", "words"),
+    ("technique", "compiled", "device", "message"),
     [
         (ActivationOffload(fraction=1.0), False, "cpu", "so a copy frees nothing"),
-        (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half a block, because the model has 3; use 0.333"),
+        (
+            ActivationOffload(fraction=0.1, device="disk", path="x"),
+            False,
+            "cpu",
+            "less than half a block, because the model has 3; use 0.333",
+        ),
         (ActivationOffload(fraction=1.0), True, "cuda", "the compiler decides"),
     ],
-)  # fmt: skip
-def test_refusals(technique, compiled, device, words):
+)
+def test_refusals(technique, compiled, device, message):
     techniques = (Compile(enabled=compiled),)
     model = {"device_type": device, "model": nn.Identity(), "blocks": ("a", "b", "c")}
     context = TechniqueContext(Layout(), techniques, **model)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         technique.check(context)
     with pytest.raises(ModelError, match="no repeated blocks"):
         technique.check(replace(context, blocks=()))
 
 
-def test_host_buffers_serve_other_lengths():
-    """B11: a hundred lengths take no more memory than one of them. What is in use at once decides."""
+def test_host_buffers_are_reused_for_other_lengths():
+    """Forty lengths need no more memory than what is in use at the same time."""
     store = HostStore(CPU)
     for size in [*range(1000, 2000, 50), *range(5000, 6000, 50), 0]:
         group = store.open(0)
@@ -260,6 +280,7 @@ def test_host_buffers_serve_other_lengths():
             assert torch.equal(group.get(handle), flat(size, seed))
         assert torch.equal(group.get(handles[1]), flat(size, 1))
         del group
+        # Only the store knows its free buffers.
         assert sum(len(buffers) for buffers in store._free.values()) <= 6
     free = sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers)
     assert store._total_bytes == free <= store._peak_used_bytes == 3 * 8192

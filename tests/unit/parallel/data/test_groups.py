@@ -1,4 +1,4 @@
-"""Which machines' groups the exchange of gradients asks for, before a mesh exists: those that `apply` looks at, and no others."""
+"""Mesh dimensions for which data parallelism requests the groups of each machine."""
 
 import pytest
 
@@ -10,8 +10,10 @@ from plait.parallel.techniques.data_parallel import DataParallel
 from plait.parallel.techniques.mixed_precision import Precision
 from plait.parallel.techniques.offload import OptimizerOffload, ParameterOffload
 
-REPLICAS, SHARDS = Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2)
-INT8 = Compression(scheme=Scheme(gradient_bits=8))
+REPLICAS = Layout(dp_replicate=4)
+SHARDS = Layout(dp_replicate=2, dp_shard=2)
+INT8 = Scheme(gradient_bits=8)
+FILES = {"device": "nvme", "path": "folder"}
 
 
 @pytest.mark.parametrize(
@@ -20,22 +22,21 @@ INT8 = Compression(scheme=Scheme(gradient_bits=8))
         (REPLICAS, (), ("dp_replicate",)),
         (Layout(tp=4), (), ()),
         (SHARDS, (), ()),
-        (SHARDS, (INT8,), ("dp_shard",)),
-        (SHARDS, (Compression(candidates=(Scheme(gradient_bits=8),)),), ("dp_shard",)),
-        (REPLICAS, (INT8,), ()),
+        (SHARDS, (Compression(scheme=INT8),), ("dp_shard",)),
+        (SHARDS, (Compression(candidates=(INT8,)),), ("dp_shard",)),
+        (REPLICAS, (Compression(scheme=INT8),), ()),
         (REPLICAS, (DataParallel(all_reduce="ring"),), ()),
         (REPLICAS, (Precision(compute="bfloat16"),), ()),
         (REPLICAS, (OptimizerOffload(device="cpu"),), ()),
-        (REPLICAS, (ParameterOffload(device="nvme", path="there"),), ()),
-        # States in files leave parameters of one process as they are, and their gradients in buckets.
+        (REPLICAS, (ParameterOffload(**FILES),), ()),
+        # Parameters are updated in place and not sharded, so their gradients are in buckets.
         (
             REPLICAS,
-            (OptimizerOffload(device="nvme", path="there"), ParameterOffload(device="nvme", path="there", with_states=True)),
+            (OptimizerOffload(**FILES), ParameterOffload(**FILES, with_states=True)),
             ("dp_replicate",),
         ),
     ],
-)  # fmt: skip
+)
 def test_levels(layout, techniques, expected):
-    given = techniques
-    context = TechniqueContext(layout, given)
+    context = TechniqueContext(layout, techniques)
     assert context.technique(DataParallel).groups(context).levels == expected

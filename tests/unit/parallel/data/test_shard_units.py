@@ -1,4 +1,4 @@
-"""Models that cannot be cut into units, and parameters and optimizers that cannot be sharded, are refused by name."""
+"""Refusals of models, parameters and optimizers that cannot be sharded."""
 
 import pytest
 import torch
@@ -34,21 +34,21 @@ def shard(model):
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
         (1, r"0\.weight and 1\.weight are one parameter in two units \(0 and 1\)"),
         (2, r"\(0 and the rest of the model\)"),
     ],
 )
-def test_a_parameter_of_two_units(other, words):
+def test_a_parameter_of_two_units_is_refused(other, message):
     """torch before 2.13 would shard the parameter twice."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[other].weight = model[0].weight
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         shard(model)
 
 
-class Waves(nn.Module):
+class ComplexModel(nn.Module):
     """A real and a complex parameter in each block."""
 
     def __init__(self):
@@ -66,63 +66,60 @@ class Waves(nn.Module):
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 
-def test_what_is_sharded_together_is_of_one_dtype():
-    words = (
+def test_several_dtypes_in_a_unit_are_refused():
+    message = (
         r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0"
     )
-    with pytest.raises(ModelError, match=words):
-        refuse_several_dtypes(Waves(), BLOCKS)
-    for layer in (model := Waves()).layers:
+    with pytest.raises(ModelError, match=message):
+        refuse_several_dtypes(ComplexModel(), BLOCKS)
+    # Frozen parameters are not sharded together with others.
+    model = ComplexModel()
+    for layer in model.layers:
         layer.phase.requires_grad_(False)
     refuse_several_dtypes(model, BLOCKS)
+
     layers = nn.ModuleList([nn.Linear(2, 2).double(), nn.Linear(2, 2)])
-    several = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2).bfloat16()})
-    refuse_several_dtypes(several, ("layers.0", "layers.1"))
+    mixed = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2).bfloat16()})
+    refuse_several_dtypes(mixed, ("layers.0", "layers.1"))
     with pytest.raises(ModelError, match="all outside the blocks"):
-        refuse_several_dtypes(several, ("layers.0",))
+        refuse_several_dtypes(mixed, ("layers.0",))
 
 
-def test_complex_parameters_are_never_computed_with_as_real_ones():
+def test_complex_parameters_are_not_cast():
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
     with pytest.raises(ModelError, match="layers.0.phase is complex64, and bf16.*imaginary part"):
-        plait.initialize(Waves(), config, loss_fn=plait.causal_lm_loss)
+        plait.initialize(ComplexModel(), config, loss_fn=plait.causal_lm_loss)
     refuse_complex(nn.Linear(2, 2))
-    frozen = Waves().requires_grad_(False)
-    refuse_complex(frozen)
+    refuse_complex(ComplexModel().requires_grad_(False))
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_an_optimizer_of_several_passes_is_refused(is_built):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters()) if is_built else torch.optim.LBFGS
+    config = {"train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(InputError, match=r"LBFGS.step calls a function.*AdamW"):
+        plait.initialize(model, config, optimizer=optimizer, loss_fn=plait.causal_lm_loss)
 
 
 @pytest.mark.parametrize(
-    "made", [lambda model: torch.optim.LBFGS(model.parameters()), lambda model: torch.optim.LBFGS]
+    ("library", "kind", "moved", "cast", "several", "message"),
+    [
+        ("bitsandbytes", "Params4bit", True, False, True, "bitsandbytes.*neither split nor moved"),
+        ("bitsandbytes", "Params4bit", False, True, True, None),
+        ("torchao", "Int8Tensor", False, True, False, "torchao"),
+        ("torchao", "Int8Tensor", False, False, True, "torchao"),
+        ("torchao", "Int8Tensor", False, False, False, None),
+        ("torch", "Parameter", True, True, True, None),
+    ],
 )
-def test_an_optimizer_of_several_passes_is_refused(made):
-    model, config = nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1}
-    settings = {"optimizer": made(model), "loss_fn": plait.causal_lm_loss}
-    with pytest.raises(InputError, match=r"LBFGS.step calls a function.*AdamW"):
-        plait.initialize(model, config, **settings)
-
-
-def model_with(library, kind):
-    made = type(kind, (nn.Parameter,), {"__module__": f"{library}.nn.modules"})
+def test_quantised_weights(library, kind, moved, cast, several, message):
+    # The library is recognised by the module of the class, and need not be installed.
+    quantised = type(kind, (nn.Parameter,), {"__module__": f"{library}.nn.modules"})
     model = nn.Linear(2, 2)
-    model.weight = made(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
-    return model
-
-
-def test_bitsandbytes():
-    model = model_with("bitsandbytes", "Params4bit")
-    words = "weight has the type Params4bit of bitsandbytes.*neither split nor moved"
-    with pytest.raises(ModelError, match=words):
-        refuse_quantised(model, moved=True, cast=False, several=True)
-    refuse_quantised(model, moved=False, cast=True, several=True)
-
-
-@pytest.mark.parametrize(("cast", "several"), [(True, False), (False, True)])
-def test_torchao(cast, several):
-    model = model_with("torchao", "Int8Tensor")
-    with pytest.raises(ModelError, match="weight has the type Int8Tensor of torchao"):
-        refuse_quantised(model, moved=False, cast=cast, several=several)
-    refuse_quantised(model, moved=False, cast=False, several=False)
-
-
-def test_others():
-    refuse_quantised(nn.Linear(2, 2), moved=True, cast=True, several=True)
+    model.weight = quantised(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+    if message is None:
+        refuse_quantised(model, moved=moved, cast=cast, several=several)
+        return
+    with pytest.raises(ModelError, match=f"weight has the type {kind} of {message}"):
+        refuse_quantised(model, moved=moved, cast=cast, several=several)

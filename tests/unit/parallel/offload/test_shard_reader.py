@@ -1,4 +1,4 @@
-"""Shards in files: what is asked for when, in forward, at the turn and in backward; and that nobody waits for what is read ahead."""
+"""Order of reads of shards in files, and computation during a read."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from plait._torch.units import replace_shard_buffers, sharded_modules
 from plait.parallel.offload.arena import Arena, ShardPrefetcher
 
-BLOCKS, WIDTH = 5, 64
+BLOCKS = 5
+WIDTH = 64
 UNIT_BYTES = WIDTH * WIDTH * 4
 SECONDS = 20
 """Long enough for any machine. It is only reached if something waits for a later event."""
@@ -22,7 +23,7 @@ SECONDS = 20
 
 @pytest.fixture(params=[1, 2], ids=["one process", "two processes"])
 def world(request):
-    """A fake world. torch copies full shards by another call than gathered ones."""
+    """Size of a fake world. torch copies the shards of one process by another call."""
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     dist.destroy_process_group()
@@ -37,7 +38,7 @@ class Inline(ThreadPoolExecutor):
         return done
 
 
-class Watched(Arena):
+class RecordingArena(Arena):
     """Arena that records its events with the number of the block."""
 
     def __init__(self, folder):
@@ -60,28 +61,33 @@ class Watched(Arena):
 
 
 class Block(nn.Module):
-    def __init__(self, number, tell):
+    """Block that reports when it computes."""
+
+    def __init__(self, number, report):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.number, self.tell = number, tell
+        self.number = number
+        self.report = report
 
     def forward(self, hidden):
-        self.tell(f"forward {self.number}")
+        self.report(f"forward {self.number}")
         out = self.inner(hidden)
         if out.requires_grad:
-            out.register_hook(lambda _: self.tell(f"backward {self.number}"))
-        return out * 1  # whose gradient comes first, and gathers
+            out.register_hook(lambda _: self.report(f"backward {self.number}"))
+        # The gradient of the product is computed first, and gathers the weight.
+        return out * 1
 
 
 def build(folder, world, *, units, reader):
     """Build blocks in files, with a pool for the shards of `units` blocks."""
-    arena = Watched(folder)
+    arena = RecordingArena(folder)
     model = nn.Sequential(*(Block(number, arena.events.append) for number in range(BLOCKS)))
     mesh = init_device_mesh("cpu", (world,))
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    blocks = sharded_modules(model)[1:]  # the root has no parameters of its own
+    # The root, which comes first, has no parameters outside the blocks.
+    blocks = sharded_modules(model)[1:]
     for number, block in enumerate(blocks):
 
         def copied(buffer, number=number):
@@ -90,30 +96,45 @@ def build(folder, world, *, units, reader):
             return mapped
 
         replace_shard_buffers(block, copied)
-    made = ShardPrefetcher(arena, blocks, pool_bytes=units * UNIT_BYTES // world, reader=reader)
+    pool_bytes = units * UNIT_BYTES // world
+    prefetcher = ShardPrefetcher(arena, blocks, pool_bytes=pool_bytes, reader=reader)
     arena.events.clear()
-    return model, arena, made
+    return model, arena, prefetcher
 
 
-def step(model, made):
+def step(model, prefetcher):
     model(torch.ones(2, WIDTH)).sum().backward()
-    made.end_step()
+    prefetcher.end_step()
+
+
+def blocks_in_memory(events):
+    """Return the numbers of the blocks in memory after each event."""
+    numbers = set()
+    for event in events:
+        number = event.split()[-1]
+        if event.startswith("read"):
+            numbers.add(number)
+        elif event.startswith("give"):
+            numbers.discard(number)
+        yield set(numbers)
 
 
 def test_the_order_of_a_step(world, tmp_path):
-    """With room for three blocks, two are requested ahead of the one that computes.
+    """Two of three blocks that have room are requested ahead of the one that computes.
 
     The last block of the forward stays for its backward, which torch gathers one block early.
     """
-    model, arena, made = build(tmp_path, world, units=3, reader=Inline())
-    step(model, made)
-    first = list(arena.events)
-    assert first.index("read 1") > first.index("forward 0"), "nothing is known of the first step"
+    model, arena, prefetcher = build(tmp_path, world, units=3, reader=Inline())
+    step(model, prefetcher)
+    # The first step does not know the order, so it reads nothing ahead.
+    assert arena.events.index("read 1") > arena.events.index("forward 0")
+
     for _ in range(2):
         arena.events.clear()
-        step(model, made)
+        step(model, prefetcher)
         end = arena.events.index("forward 4") + 1
-        forward, backward = arena.events[:end], arena.events[end:]
+        forward = arena.events[:end]
+        backward = arena.events[end:]
         reads = [event for event in forward if "read" in event or "forward" in event]
         assert reads == [
             *("read 0", "read 1", "read 2", "forward 0"),
@@ -123,21 +144,15 @@ def test_the_order_of_a_step(world, tmp_path):
         assert [event for event in backward if "read" in event] == ["read 1", "read 0"]
         assert backward.index("read 1") < backward.index("backward 4")
         assert backward.index("read 0") < backward.index("backward 3")
-    # At most three blocks at any time, and none between two steps.
-    held = set()
-    for event in arena.events:
-        number = event.split()[-1]
-        if event.startswith("read"):
-            held.add(number)
-        elif event.startswith("give"):
-            held.discard(number)
-        assert len(held) <= 3, event
-    assert not held
+
+    in_memory = list(blocks_in_memory(arena.events))
+    assert max(map(len, in_memory)) <= 3
+    assert not in_memory[-1], "blocks stay in memory between two steps"
 
 
-def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
-    """Each order is read ahead from its second time on. Apart from what follows a change, only used shards are read."""
-    model, arena, made = build(tmp_path, world, units=2, reader=Inline())
+def test_evaluation_and_accumulation_have_their_own_orders(world, tmp_path):
+    """Each order is read ahead from its second time on. Only shards that are used are read."""
+    model, arena, prefetcher = build(tmp_path, world, units=2, reader=Inline())
 
     def evaluate():
         with torch.no_grad():
@@ -147,7 +162,7 @@ def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
         for last in (False, True):
             model.set_requires_all_reduce(last)
             model(torch.ones(2, WIDTH)).sum().backward()
-        made.end_step()
+        prefetcher.end_step()
 
     for _ in range(3):
         accumulate()
@@ -156,7 +171,8 @@ def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
     arena.events.clear()
     accumulate()
     reads = [event for event in arena.events if event.startswith("read")]
-    gathers = 2 * (BLOCKS + BLOCKS - 1)  # the last block's shards are read once a micro-batch
+    # The last block is read once per micro-batch. The change of the order costs at most one read.
+    gathers = 2 * (BLOCKS + BLOCKS - 1)
     assert len(reads) <= gathers + 1
     arena.events.clear()
     evaluate()
@@ -165,20 +181,21 @@ def test_evaluations_and_accumulation_have_orders_of_their_own(world, tmp_path):
 
 
 def test_without_room_only_the_gathered_block_is_in_memory(world, tmp_path):
-    model, arena, made = build(tmp_path, world, units=1, reader=Inline())
+    model, arena, prefetcher = build(tmp_path, world, units=1, reader=Inline())
     for _ in range(2):
         arena.events.clear()
-        step(model, made)
+        step(model, prefetcher)
     expected = ["read 0", "give back 0", "forward 0", "read 1", "give back 1", "forward 1"]
     assert arena.events[:6] == expected
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_blocks_compute_while_the_next_is_read(world, tmp_path, direction):
-    """The reading of a block ends only when the block before it computes. Waiting for it would never end."""
-    model, arena, made = build(tmp_path, world, units=3, reader=ThreadPoolExecutor(1))
+def test_a_block_computes_while_the_next_is_read(world, tmp_path, direction):
+    """Each read waits for the previous block to compute, so a block that waits for it hangs."""
+    reader = ThreadPoolExecutor(1)
+    model, arena, prefetcher = build(tmp_path, world, units=3, reader=reader)
     for _ in range(2):
-        step(model, made)
+        step(model, prefetcher)
     computes = [threading.Event() for _ in range(BLOCKS)]
     waited = []
     turn = threading.Event()
@@ -186,24 +203,27 @@ def test_blocks_compute_while_the_next_is_read(world, tmp_path, direction):
     def fetching(number):
         if turn.is_set() != (direction == "backward"):
             return
-        # torch gathers a block in backward while the one before it has not computed yet, so what is read ahead is two further.
-        before = number - 1 if direction == "forward" else number + 2
-        if 0 <= before < BLOCKS:
-            waited.append(computes[before].wait(SECONDS))
+        # In backward torch gathers a block before the previous one has computed, so the block that
+        # is read ahead is two further.
+        previous = number - 1 if direction == "forward" else number + 2
+        if 0 <= previous < BLOCKS:
+            waited.append(computes[previous].wait(SECONDS))
 
-    def tell(event):
+    def report(event):
         kind, number = event.split()
         if kind == direction:
             computes[int(number)].set()
 
     for block in model:
-        block.tell = tell
+        block.report = report
     arena.fetching = fetching
     output = model(torch.ones(2, WIDTH)).sum()
     if direction == "backward":
-        for future in made._ahead.values():  # read ahead by the forward
+        # Only the prefetcher knows its reads. Those of the forward end before the backward begins.
+        for future in prefetcher._ahead.values():
             future.result()
     turn.set()
     output.backward()
-    made.end_step()
-    assert waited and all(waited)
+    prefetcher.end_step()
+    assert waited
+    assert all(waited)

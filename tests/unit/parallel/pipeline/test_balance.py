@@ -1,4 +1,4 @@
-"""Cuts against all possible cuts, and the costs of models whose numbers are known."""
+"""Stages against all possible cuts, and the costs of models whose numbers are known."""
 
 import time
 from itertools import combinations, pairwise
@@ -26,26 +26,30 @@ costs = st.one_of(
 
 
 def all_cuts(blocks, stages):
-    """Every way to give each stage at least one block."""
-    cuts = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
-    return [tuple(end - start for start, end in pairwise(edges)) for edges in cuts]
+    """Yield every way to give each stage at least one block."""
+    for inner in combinations(range(1, blocks), stages - 1):
+        yield tuple(end - start for start, end in pairwise((0, *inner, blocks)))
 
 
 @settings(deadline=None)
 @given(st.data(), st.lists(costs, min_size=1, max_size=9), costs, costs)
 def test_no_cut_is_better(data, blocks, first, last):
     stages = data.draw(st.integers(1, len(blocks)))
-    found = balance_stages(blocks, stages, first=first, last=last)
-    assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
-    cuts = all_cuts(len(blocks), stages)
-    best = min(max(stage_costs(blocks, sizes, first=first, last=last)) for sizes in cuts)
-    longest = max(stage_costs(blocks, found, first=first, last=last))
-    assert longest == pytest.approx(best, rel=1e-12, abs=0)
+    balanced = balance_stages(blocks, stages, first=first, last=last)
+    assert len(balanced) == stages
+    assert sum(balanced) == len(blocks)
+    assert min(balanced) >= 1
+
+    def longest(sizes):
+        return max(stage_costs(blocks, sizes, first=first, last=last))
+
+    best = min(map(longest, all_cuts(len(blocks), stages)))
+    assert longest(balanced) == pytest.approx(best, rel=1e-12, abs=0)
 
 
 @given(st.integers(1, 60), st.data())
 def test_equal_blocks(blocks, data):
-    """Stages have the quotient of blocks or one more, the larger ones at the end."""
+    """Stages have the quotient of blocks or one more. Larger stages are the last ones."""
     stages = data.draw(st.integers(1, blocks))
     cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
     sizes = [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
@@ -69,25 +73,24 @@ def test_cuts(blocks, stages, first, last, expected):
 
 
 def test_floats_are_compared_exactly():
-    """0.1 + 0.2 > 0.3 in binary: the limit is one that some cut has, to the last bit."""
+    """The binary 0.1 + 0.2 is more than 0.3."""
     assert balance_stages([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
     assert balance_stages([1e-300, 1e300, 1e-300], 2) == (1, 2)
 
 
 def test_many_blocks_and_stages():
-    """1,000 blocks on 512 stages, equal or not, in well under a second of processor time."""
-    begun = time.process_time()
+    """All twelve cases take well under a second. The limit leaves room for a slow machine."""
+    start = time.process_time()
     uneven = [float(1 + index * 7919 % 101) for index in range(1000)]
     for blocks in ([1.0] * 1000, uneven, [0.0] * 999 + [1.0]):
         for stages in (2, 17, 512, 1000):
             assert sum(balance_stages(blocks, stages, first=0.5, last=12.25)) == 1000
-    assert time.process_time() - begun < 5
+    assert time.process_time() - start < 5
 
 
 def test_wrong_arguments():
-    """There are more stages than blocks, or costs that are no numbers."""
-    words = "5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages"
-    with pytest.raises(InputError, match=words):
+    message = "5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages"
+    with pytest.raises(InputError, match=message):
         balance_stages([1, 1, 1, 1], 5)
     with pytest.raises(InputError):
         balance_stages([1, 1], 0)
@@ -105,7 +108,7 @@ def test_imbalance():
 
 
 class Llama(nn.Module):
-    """The order of a Llama: embedding, blocks, norm, head."""
+    """Model with embedding, blocks, norm and head in the order of a Llama."""
 
     def __init__(self, tied):
         super().__init__()
@@ -120,7 +123,7 @@ class Llama(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head(tied):
-    """The lookup is free, the head is vocab x hidden on the last stage, tied or not."""
+    """The lookup is free. The head is a product with vocab x hidden weights on the last stage."""
     model = Llama(tied)
     expected = ForwardCosts((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
     assert forward_costs(model_facts(model, find_blocks(model))) == expected
@@ -128,7 +131,7 @@ def test_embedding_and_head(tied):
 
 
 def test_convolutions_and_shared_blocks():
-    """A patch embedding is a product. A weight that all blocks share counts in each."""
+    """A patch embedding is a product. A weight that all blocks share counts in each block."""
     block = nn.Linear(4, 4)
     model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
     expected = ForwardCosts((32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0)
@@ -139,25 +142,21 @@ def test_costs_of_a_published_model():
     """Llama-3 8B has 218,103,808 weights per block and a head as costly as 2.4 blocks."""
     attention = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]
     shapes = [*attention, (4096, 14336), (4096, 14336), (14336, 4096)]
-
-    def block():
-        return nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes)
-
+    model = nn.ModuleDict()
     with torch.device("meta"):
-        model = nn.ModuleDict(
-            {
-                "embed": nn.Embedding(128256, 4096),
-                "layers": nn.ModuleList(block() for _ in range(32)),
-                "head": nn.Linear(4096, 128256, bias=False),
-            }
-        )
-    found = forward_costs(model_facts(model, find_blocks(model)))
-    assert found == ForwardCosts((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
-    ends = {"first": found.first, "last": found.last}
-    sizes = balance_stages(found.blocks, 4, **ends)
+        model["embed"] = nn.Embedding(128256, 4096)
+        model["layers"] = nn.ModuleList()
+        for _ in range(32):
+            block = nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes)
+            model["layers"].append(block)
+        model["head"] = nn.Linear(4096, 128256, bias=False)
+
+    costs = forward_costs(model_facts(model, find_blocks(model)))
+    assert costs == ForwardCosts((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
+    sizes = balance_stages(costs.blocks, 4, first=costs.first, last=costs.last)
     assert sizes == (8, 9, 9, 6)
-    share = imbalance(stage_costs(found.blocks, sizes, **ends))
-    assert share == pytest.approx(9 / 8.602, abs=0.001)
+    costs_by_stage = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)
+    assert imbalance(costs_by_stage) == pytest.approx(9 / 8.602, abs=0.001)
 
 
 def test_no_blocks():

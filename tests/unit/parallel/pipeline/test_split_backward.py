@@ -1,4 +1,4 @@
-"""A backward in two halves gives the gradients of a whole one, and tells whoever listens to them."""
+"""A backward in two halves gives the gradients of one pass, and runs each hook once."""
 
 import pytest
 import torch
@@ -7,10 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 from plait._torch.passes import allow_two_runs
 from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
+from tests.table import check_rows
 
 
 class Branches(nn.Module):
-    """Parameters used twice, a product of branches, a norm, one parameter that is not used."""
+    """Block with a layer that is used twice, a product of branches, and an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -25,13 +26,13 @@ class Branches(nn.Module):
 
 
 def gradients(model, x):
-    """Gradients that exist, by name."""
+    """Return all gradients that exist, by name."""
     tensors = {"x": x, **dict(model.named_parameters())}
     return {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
 
 
-class Again(nn.Module):
-    """Computes a module again in backward, and counts how often it runs."""
+class Recomputed(nn.Module):
+    """Module that is computed again in backward, and counts how often it runs."""
 
     def __init__(self, module):
         super().__init__()
@@ -46,34 +47,40 @@ class Again(nn.Module):
         return checkpoint(self.run, x, use_reentrant=False)
 
 
-def test_a_block_recomputes_once_for_each_half():
-    """A block recomputes once per half, and not once per layer, although the weights of each layer are a pass."""
-    block = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())))
-    model = nn.Sequential(Again(block), Again(nn.Linear(4, 4)))
+def test_a_block_recomputes_once_per_half():
+    """It does not recompute once per layer, although the weights of each layer are one pass."""
+    block = nn.Sequential()
+    for _ in range(5):
+        block.extend([nn.Linear(4, 4), nn.Tanh()])
+    model = nn.Sequential(Recomputed(block), Recomputed(nn.Linear(4, 4)))
     x = torch.rand(2, 4, requires_grad=True)
     half = backward_inputs([model(x)], [torch.ones(2, 4)], [x])
-    assert [again.runs for again in model] == [2, 2]
+    assert [recomputed.runs for recomputed in model] == [2, 2]
     backward_weights(half)
-    assert [again.runs for again in model] == [3, 3]
+    assert [recomputed.runs for recomputed in model] == [3, 3]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("loss", [False, True], ids=["middle", "last"])
 @pytest.mark.parametrize("leaf", [False, True], ids=["first", "later"])
 def test_two_halves(loss, leaf, recompute):
-    """The stage is in the middle, the last (a scalar loss), or the first (whose input needs no gradient). Gradients accumulate."""
+    """The last stage has a scalar loss. The input of the first stage needs no gradient."""
     torch.manual_seed(0)
     blocks = [Branches(), Branches()]
-    model = nn.Sequential(*(Again(block) if recompute else block for block in blocks)).double()
+    if recompute:
+        blocks = map(Recomputed, blocks)
+    model = nn.Sequential(*blocks).double()
     x = torch.rand(3, 6, dtype=torch.float64, requires_grad=leaf)
     upstream = None if loss else torch.rand(3, 6, dtype=torch.float64)
 
     def output():
         return model(x).square().sum() if loss else model(x)
 
+    # Gradients of two micro-batches accumulate.
     for _ in range(2):
         torch.autograd.backward(output(), upstream)
     expected = gradients(model, x)
+
     x.grad = None
     model.zero_grad()
     notified = []
@@ -83,9 +90,12 @@ def test_two_halves(loss, leaf, recompute):
     halves = [backward_inputs([output()], upstreams, [x]) for _ in range(2)]
     if leaf:
         torch.testing.assert_close(x.grad, expected["x"], rtol=1e-14, atol=0)
-    # The first half has the gradients of weights that are used twice.
-    early = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert early == ({name for name in notified if ".first." in name} if leaf else set())
+    # The first half computes the gradients of weights that are used twice, if it has to compute
+    # the gradient of the input.
+    early = gradients(model, x).keys() - {"x"}
+    assert early == {name for name in notified if ".first." in name}
+    assert bool(early) == leaf
+
     for half in halves:
         backward_weights(half)
     torch.testing.assert_close(gradients(model, x), expected, rtol=1e-13, atol=1e-13)
@@ -97,13 +107,14 @@ class ScalesInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.x_gradient, ctx.weight_factor = weight.detach().clone(), x.detach().clone()
+        ctx.weight = weight.detach().clone()
+        ctx.x = x.detach().clone()
         return x @ weight
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.weight_factor *= gradient.mean()
-        return gradient @ ctx.x_gradient.t(), ctx.weight_factor.t() @ torch.ones_like(gradient)
+        ctx.x *= gradient.mean()
+        return gradient @ ctx.weight.t(), ctx.x.t() @ torch.ones_like(gradient)
 
 
 class Product(torch.autograd.Function):
@@ -127,11 +138,12 @@ def hooked(x, w, v):
 
 
 def shared_branch(x, w, v):
-    """Return an auxiliary loss of an intermediate result of parameters that the other output uses too."""
+    """Return an output, and a loss of the factor of the weight that the output uses."""
     scaled = v * 2
     return x @ scaled @ w, scaled.square().sum()
 
 
+# Functions of an input and two weights, and the weights whose gradient the first half computes.
 GRAPHS = {
     "product": (lambda x, w, v: (x @ w).tanh() @ v, set()),
     "detached": (lambda x, w, v: (x.detach() @ w).tanh() @ v, set()),
@@ -159,42 +171,45 @@ GRAPHS = {
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_graphs(frozen):
-    """Gradients are those of one backward pass. All that can wait for the second half does."""
-    failures = []
-    for name, (function, first) in GRAPHS.items():
+    """Gradients are those of one pass. All that can wait for the second half does."""
+
+    def outputs_of(function, leaves):
+        """Return the outputs with a gradient, and their gradients."""
+        results = function(*leaves.values())
+        if not isinstance(results, tuple):
+            results = (results,)
+        outputs = [tensor for tensor in results if tensor.requires_grad]
+        return outputs, [torch.full_like(output, n + 2.0) for n, output in enumerate(outputs)]
+
+    def present(leaves):
+        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+    def check(row):
+        function, early = row
         torch.manual_seed(0)
-        w, v = (torch.rand(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        w.requires_grad_(not frozen)
-        values = torch.rand(2, 3, dtype=torch.float64)
-        results = []
-        for split in (False, True):
-            x = values.clone().requires_grad_()
-            w.grad = v.grad = None
-            result = function(x, w, v)
-            result = result if isinstance(result, tuple) else (result,)
-            outputs = [tensor for tensor in result if tensor.requires_grad]
-            del result
-            upstream = [torch.full_like(output, at + 2.0) for at, output in enumerate(outputs)]
-            if split:
-                half = backward_inputs(outputs, upstream, [x])
-                del outputs
-                early = {key for key, leaf in (("w", w), ("v", v)) if leaf.grad is not None}
-                if early != first - ({"w"} if frozen else set()):
-                    failures.append(f"{name}: {early} in the first half")
-                backward_weights(half)
-            else:
-                torch.autograd.backward(outputs, upstream)
-            leaves = {"x": x, "w": w, "v": v}
-            results.append({key: t.grad for key, t in leaves.items() if t.grad is not None})
-        try:
-            torch.testing.assert_close(*reversed(results), rtol=1e-13, atol=1e-13)
-        except AssertionError as error:
-            failures.append(f"{name}: {error}")
+        values = {"x": (2, 3), "w": (3, 3), "v": (3, 3)}
+        leaves = {
+            name: torch.rand(shape, dtype=torch.float64, requires_grad=name != "w" or not frozen)
+            for name, shape in values.items()
+        }
+        torch.autograd.backward(*outputs_of(function, leaves))
+        expected = present(leaves)
+
+        for leaf in leaves.values():
+            leaf.grad = None
+        # No reference to the outputs may stay: the caller does not keep the graph either.
+        half = backward_inputs(*outputs_of(function, leaves), [leaves["x"]])
+        trained = {name for name, leaf in leaves.items() if leaf.requires_grad}
+        assert present(leaves).keys() - {"x"} == early & trained
+        backward_weights(half)
+        torch.testing.assert_close(present(leaves), expected, rtol=1e-13, atol=1e-13)
+
+    check_rows(GRAPHS, check)
 
 
-def test_a_function_runs_once():
-    """Hooks between two uses of a weight run once too."""
-    w, x = torch.rand(3, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
+def test_a_hook_between_two_uses_of_a_weight_runs_once():
+    w = torch.rand(3, 3, requires_grad=True)
+    x = torch.rand(2, 3, requires_grad=True)
     runs = []
     y = (x @ w).tanh()
     y.register_hook(lambda gradient: runs.append(1))
@@ -204,21 +219,21 @@ def test_a_function_runs_once():
     assert runs == [1]
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["block", "block and detached head"])
-def test_a_reentrant_checkpoint(head):
+@pytest.mark.parametrize("detached", [False, True], ids=["block", "block and detached head"])
+def test_a_reentrant_checkpoint(detached):
     """The first half is the complete backward of its graph."""
-    block, last = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    values, results = torch.rand(2, 3, dtype=torch.float64), []
-    for split in (False, True):
-        block.zero_grad()
-        last.zero_grad()
-        x = values.clone().requires_grad_()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    block, head = model
+    x = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def outputs():
         hidden = checkpoint(block, x, use_reentrant=True)
-        outputs = [last(hidden), last(hidden.detach())] if head else [last(hidden)]
-        upstream = [torch.ones_like(tensor) for tensor in outputs]
-        if split:
-            backward_weights(backward_inputs(outputs, upstream, [x]))
-        else:
-            torch.autograd.backward(outputs, upstream)
-        results.append(gradients(nn.ModuleList([block, last]), x))
-    torch.testing.assert_close(*reversed(results), rtol=1e-13, atol=1e-13)
+        heads = [head(hidden), head(hidden.detach())] if detached else [head(hidden)]
+        return heads, [torch.ones_like(output) for output in heads]
+
+    torch.autograd.backward(*outputs())
+    expected = gradients(model, x)
+    model.zero_grad()
+    x.grad = None
+    backward_weights(backward_inputs(*outputs(), [x]))
+    torch.testing.assert_close(gradients(model, x), expected, rtol=1e-13, atol=1e-13)

@@ -1,9 +1,9 @@
-"""The scale sequence is DeepSpeed 0.19.8's, for any settings and any sequence of overflows."""
+"""The loss scale equals DeepSpeed 0.19.8's for any settings and any sequence of overflows."""
 
 import json
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -12,7 +12,10 @@ from plait.parallel.techniques.mixed_precision import LossScale, LossScaleError,
 
 
 class DeepSpeedScaler:
-    """`DynamicLossScaler.update_scale` of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), transcribed statement by statement."""
+    """DeepSpeed's `DynamicLossScaler`, transcribed statement by statement.
+
+    The source is deepspeed/runtime/fp16/loss_scaler.py of release 0.19.8.
+    """
 
     def __init__(self, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis):
         self.cur_scale = init_scale
@@ -29,9 +32,7 @@ class DeepSpeedScaler:
         if overflow:
             if self.delayed_shift == 1 or self.cur_hysteresis == 1:
                 if self.cur_scale == self.min_scale:
-                    raise RuntimeError(
-                        "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
-                    )
+                    raise RuntimeError("Current loss scale already at minimum")
                 self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
             else:
                 self.cur_hysteresis -= 1
@@ -54,21 +55,22 @@ POLICIES = st.builds(
     hysteresis=st.integers(1, 4),
     consecutive_hysteresis=st.booleans(),
     minimum=st.sampled_from([0.25, 1.0, 3.0, 4.0]),
-)  # fmt: skip
+)
 OVERFLOWS = st.lists(st.booleans(), max_size=80)
 
 
 def scales(scaler, overflows):
-    """The scale after every update, "raises" where the run ends."""
-    found = []
-    update = getattr(scaler, "update_scale", None) or scaler.update
+    """Return the scale after every update, or "raises" where the run ends."""
+    is_deepspeed = isinstance(scaler, DeepSpeedScaler)
+    update = scaler.update_scale if is_deepspeed else scaler.update
+    sequence = []
     for overflow in overflows:
         try:
             update(overflow)
         except (RuntimeError, LossScaleError):
-            return [*found, "raises"]
-        found.append(scaler.cur_scale if isinstance(scaler, DeepSpeedScaler) else scaler.scale)
-    return found
+            return [*sequence, "raises"]
+        sequence.append(scaler.cur_scale if is_deepspeed else scaler.scale)
+    return sequence
 
 
 FORGIVEN_TWICE = LossScale(
@@ -79,19 +81,19 @@ FORGIVEN_TWICE = LossScale(
 # An overflow is forgiven, the scale doubles, and then another overflow is forgiven.
 @example(policy=FORGIVEN_TWICE, overflows=[True, False, False, True, True, True])
 @given(policy=POLICIES, overflows=OVERFLOWS)
-def test_sequence_is_deepspeeds(policy, overflows):
-    first = 2**policy.initial_scale_power
+def test_scale_equals_deepspeed(policy, overflows):
+    initial = 2**policy.initial_scale_power
     allowances = (policy.hysteresis, policy.consecutive_hysteresis)
-    theirs = DeepSpeedScaler(first, policy.window, policy.minimum, *allowances)
-    assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
+    reference = DeepSpeedScaler(initial, policy.window, policy.minimum, *allowances)
+    assert scales(LossScaler(policy), overflows) == scales(reference, overflows)
 
 
 def test_overflow_at_the_minimum_has_a_remedy():
     scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
     scaler.update(True)
     before = scaler.state
-    words = r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
-    with pytest.raises(LossScaleError, match=words) as error:
+    message = r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16"
+    with pytest.raises(LossScaleError, match=message) as error:
         scaler.update(True)
     assert scaler.state == before
     assert error.value.exit_code == 1
@@ -105,21 +107,21 @@ def test_static_scale_never_changes():
 
 
 @given(policy=POLICIES, before=OVERFLOWS, after=OVERFLOWS)
-def test_a_resumed_run_goes_on_as_if_never_stopped(policy, before, after):
-    whole = LossScaler(policy)
-    if "raises" in scales(whole, before):
-        return
+def test_a_resumed_run_equals_an_uninterrupted_one(policy, before, after):
+    uninterrupted = LossScaler(policy)
+    assume("raises" not in scales(uninterrupted, before))
     resumed = LossScaler(policy)
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert resumed.state == whole.state
-    assert scales(resumed, after) == scales(whole, after)
+    resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict())))
+    assert resumed.state == uninterrupted.state
+    assert scales(resumed, after) == scales(uninterrupted, after)
 
 
-def test_the_settings_of_the_resumed_run_rule():
+def test_settings_of_the_resumed_run_override_saved_ones():
     saved = LossScaler(LossScale(initial_scale_power=4, hysteresis=4)).state_dict()
     strict = LossScaler(LossScale(minimum=64, hysteresis=2))
     strict.load_state_dict(saved)
-    assert (strict.scale, strict.state.allowance) == (64, 2)
+    assert strict.scale == 64
+    assert strict.state.allowance == 2
 
     static = LossScaler(LossScale(static=8))
     static.load_state_dict(saved)
@@ -135,18 +137,24 @@ def test_a_run_that_turns_dynamic_starts_a_new_window():
     assert scales(dynamic, [False] * 5) == [16, 16, 16, 32, 32]
 
 
-def test_a_state_of_something_else_is_refused():
+def test_an_incomplete_state_is_refused():
     with pytest.raises(CheckpointError, match="has no step, last_overflow, allowance, dynamic"):
         LossScaler(LossScale()).load_state_dict({"scale": 1.0})
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "settings",
     [
-        {"static": -1}, {"static": float("nan")}, {"window": 0}, {"hysteresis": 0}, {"minimum": 0},
-        {"initial_scale_power": 127}, {"initial_scale_power": 2, "minimum": 8}, {"windw": 5},
+        {"static": -1},
+        {"static": float("nan")},
+        {"window": 0},
+        {"hysteresis": 0},
+        {"minimum": 0},
+        {"initial_scale_power": 127},
+        {"initial_scale_power": 2, "minimum": 8},
+        {"windw": 5},
     ],
-)  # fmt: skip
-def test_settings_that_cannot_work_are_refused(wrong):
+)
+def test_settings_that_cannot_work_are_refused(settings):
     with pytest.raises(ValidationError):
-        LossScale(**wrong)
+        LossScale(**settings)

@@ -1,4 +1,4 @@
-"""What is a block of optimizer states follows from a parameter's whole shape."""
+"""The blocks in which optimizer states are quantised follow from the shape of a parameter."""
 
 import pytest
 
@@ -10,28 +10,33 @@ from plait.parallel.precision.optimizer_states import block_of, state_bytes
     [
         ((32000, 4096), 256),
         ((4096, 14336), 256),
-        ((4096, 11008), 32),  # 43 x 256: an eighth has 1376
+        # 11008 = 43 x 256, but an eighth of a row, 1376 = 43 x 32, must hold complete blocks too.
+        ((4096, 11008), 32),
         ((8192, 29568), 16),
         ((50257, 768), 32),
         ((64, 3, 2048), 256),
+        # Vectors are not quantised.
         ((4096,), 0),
         ((2048, 1), 0),
-        ((16, 128), 0),  # fewer than 4096 numbers
+        # Fewer than 4096 numbers.
+        ((16, 128), 0),
         ((64, 128), 16),
-        ((1000, 2880), 0),  # an eighth has 360 = 8 x 45
+        # An eighth of a row has 360 = 8 x 45 numbers.
+        ((1000, 2880), 0),
     ],
 )
 def test_block(shape, block):
     assert block_of(shape) == block
 
 
-def test_bytes():
-    kwargs = {"itemsize": 4, "tensors": 2, "numel": 4096 * 4096}
-    found = {
-        form: state_bytes(form, (4096, 4096), **kwargs) / 4096**2
-        for form in (None, "bf16", "int8", "float8")
-    }
-    assert found == {None: 8, "bf16": 6, "int8": 2 + 8 / 256, "float8": 2 + 8 / 256}
-    assert (
-        state_bytes("int8", (100,), itemsize=2, tensors=2, numel=100) == 800
-    )  # float32, though the parameter is narrower
+@pytest.mark.parametrize(
+    ("form", "expected"), [(None, 8), ("bf16", 6), ("int8", 2 + 8 / 256), ("float8", 2 + 8 / 256)]
+)
+def test_bytes_per_number(form, expected):
+    numel = 4096 * 4096
+    size = state_bytes(form, (4096, 4096), itemsize=4, tensors=2, numel=numel)
+    assert size / numel == expected
+
+
+def test_states_that_are_not_quantised_are_float32():
+    assert state_bytes("int8", (100,), itemsize=2, tensors=2, numel=100) == 2 * 4 * 100

@@ -1,9 +1,12 @@
-"""The simulator against the published formulas of every schedule, and against a second way to find the same times.
+"""Simulated times of a step equal the published formulas, and the earliest possible times.
 
-Times are of all stages of a rank together for one micro-batch: F forward, I and W the halves of the backward, B = I + W. p ranks, m
-micro-batches, v stages a rank. "Overhead" is the length of the step less m (F + B), the work of one rank.
+There are p ranks with v stages each, and m micro-batches. F, I, W and B = I + W are the times of
+the forward, both halves of the backward and the complete backward of one micro-batch, for all
+stages of a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
 """
 
+from collections import deque
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,6 @@ from plait.parallel.schedules.schedule import (
     SCHEDULES,
     Action,
     Kind,
-    Message,
     Payload,
     destination,
     make_schedule,
@@ -30,13 +32,12 @@ from plait.parallel.schedules.timeline import (
     peak_in_flight,
     simulate,
 )
-from tests.unit.parallel.tables import schedules, unhurried
-from tests.unit.parallel.waited_for import needed_by
+from tests.unit.parallel.tables import needed_by, schedules, sent_by
 
 ranks = st.integers(1, 8)
 quarters = st.integers(1, 12).map(lambda n: n / 4)
 WAVES = {"gpipe": (1, 1), "1f1b": (1, 1), "looped-bfs": (1, 4), "interleaved-1f1b": (2, 4)}
-"""The schedules with whole backwards, and the stages a rank that are tried."""
+"""Schedules that do not split the backward, with the tested range of v."""
 
 
 def run(schedule, f, i, w):
@@ -44,16 +45,16 @@ def run(schedule, f, i, w):
 
 
 def overhead(schedule, f, i, w):
-    """The length of the step less the work of one rank."""
     return run(schedule, f, i, w).total - schedule.microbatches * (f + i + w)
 
 
-@unhurried
 @given(st.data(), st.sampled_from(sorted(WAVES)), ranks, quarters, quarters, quarters)
 def test_bubble_of_whole_backwards(data, name, p, f, i, w):
-    """Overhead (p - 1)(F + B)/v and bubble (p - 1)/(v m + p - 1): arXiv:2104.04473, sections 2.2 and 2.2.2; arXiv:2211.05953 for looped.
+    """The overhead is (p - 1)(F + B)/v and the bubble (p - 1)/(v m + p - 1).
 
-    With v > 1 they assume m >= p. Below, each of the v - 1 turns waits for the first micro-batch to come around: (p - m) more slots a turn.
+    The formulas are from arXiv:2104.04473, sections 2.2 and 2.2.2, and arXiv:2211.05953 (looped).
+    With v > 1 they assume m >= p. With fewer micro-batches each of the v - 1 turns waits p - m
+    slots more, until the first micro-batch arrives again.
     """
     v = data.draw(st.integers(*WAVES[name]))
     counts = st.integers(1, 3 * p)
@@ -69,22 +70,26 @@ def test_bubble_of_whole_backwards(data, name, p, f, i, w):
     assert [timeline.bubble_overall, *map(timeline.bubble, range(p))] == [bubble] * (p + 1)
 
 
-@unhurried
 @given(ranks, st.integers(2, 4), st.integers(1, 4), quarters, quarters, quarters)
 def test_bubble_of_interleaved_zero_bubble(p, v, rounds, f, i, w):
-    """ZB1P's overhead is (p - 1)(F + B - 2W), with B = I + W (arXiv:2401.10241, table 2), here over v. It assumes that a W is no longer
-    than what it fills; otherwise the wait for the first F or I down the pipeline remains."""
+    """The overhead is (p - 1)(F + B - 2W)/v (arXiv:2401.10241, table 2, ZB1P).
+
+    The formula assumes that a W is no longer than the gap that it fills. Otherwise the wait for the
+    first F or I along the pipeline remains.
+    """
     name = "interleaved-zero-bubble"
     schedule = make_schedule(name, pp=p, microbatches=rounds * p, stages_per_rank=v)
     assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f, i) / v)
 
 
-@unhurried
 @given(st.data(), ranks, quarters, quarters, quarters)
 def test_bubble_of_zbv(data, p, f, i, w):
-    """The paper's ZB-V (arXiv:2401.10241, section 6) has no bubble at F = I = W, counted from a rank's own first action to its last: true
-    of torch's table from 2p - 1 micro-batches on. Over the whole step, rank r begins r F / 2 later and all end together with the last: (p
-    - 1) F / 2. Other times: (p - 1) I / 2 where F <= I and W <= I <= 2W (found here, not published)."""
+    """No rank is idle between its first and its last action if F = I = W.
+
+    arXiv:2401.10241, section 6, says so of ZB-V, and it is true of torch's table from 2p - 1
+    micro-batches on. The overhead of the step, (p - 1) I / 2 where F <= I and W <= I <= 2W, is not
+    published: the ranks start one after the other and end together.
+    """
     assume(f <= i and w <= i <= 2 * w)
     m = data.draw(st.integers(2 * p - 1, 4 * p))
     schedule = make_schedule("zbv", pp=p, microbatches=m)
@@ -94,14 +99,13 @@ def test_bubble_of_zbv(data, p, f, i, w):
         assert row[-1].end - row[0].start == pytest.approx(timeline.busy(rank))
 
 
-@unhurried
 @given(st.data(), ranks, quarters, quarters, quarters)
 def test_bubble_of_dualpipev(data, p, f, i, w):
-    """DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, F&B being the pair as one unit of work that hands both results on at its end.
+    """The overhead is (p - 1)(F + I - W)/2, or (p - 1) F / 2 where W > I, for I <= F <= B.
 
-    It holds for torch's pairs run so (with nothing gained by the overlap: F&B = F + B). These tables run the two one after the other, so
-    the forward's result leaves before the backward begins, and the overhead is (p - 1)(F + I - W)/2, the published one less (p - 1) I /
-    2; or (p - 1) F / 2 where W > I. Both for I <= F <= B.
+    DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, which is (p - 1) I / 2 more: there a forward
+    and a backward are one unit F&B that sends both results at its end. Plait's tables run one after
+    the other, so the forward's result is sent before the backward begins.
     """
     assume(i <= f <= i + w)
     m = data.draw(st.integers(2 * p, 4 * p))
@@ -111,46 +115,50 @@ def test_bubble_of_dualpipev(data, p, f, i, w):
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 7), (4, 8), (8, 16), (8, 20)])
 def test_bubble_of_dualpipev_in_pairs(p, m):
-    """The published formula, F = I = W: (p - 1)(F + B + B - 3W)/2 = p - 1 for torch's pairs as units."""
+    """DeepSeek's formula, p - 1 if F = I = W = 1/2, holds for torch's pairs as units."""
     stage = SimpleNamespace(num_stages=2 * p, group_size=p, group_rank=0, submod=None)
     order = ScheduleDualPipeV([stage, stage], m).pipeline_order
-    units = [
-        [action.sub_actions or (action,) for action in order[rank] if action is not None]
-        for rank in range(p)
-    ]
-    there, free = {}, [0.0] * p
+    units = [deque(filter(None, order[rank])) for rank in range(p)]
+    arrivals = {}
+    ends = [0.0] * p
+
+    def run_next(rank):
+        """Run the next unit of the rank, if all that it needs has arrived."""
+        actions = []
+        needs = set()
+        for a in units[rank][0].sub_actions or (units[rank][0],):
+            action = Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
+            actions.append(action)
+            needs.update(needed_by(action, stages=2 * p))
+        if not needs <= arrivals.keys():
+            return
+        units[rank].popleft()
+        start = max([ends[rank], *(arrivals[need] for need in needs)])
+        duration = sum(1.0 if action.kind is Kind.BACKWARD else 0.5 for action in actions)
+        ends[rank] = start + duration
+        for action in actions:
+            arrivals[sent_by(action)] = ends[rank]
+
     while any(units):
         for rank in range(p):
-            if not units[rank]:
-                continue
-            unit = [
-                Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
-                for a in units[rank][0]
-            ]
-            needs = [need for action in unit for need in needed_by(action, stages=2 * p)]
-            if any(need not in there for need in needs):
-                continue
-            del units[rank][0]
-            start = max([free[rank], *(there[need] for need in needs)])
-            free[rank] = start + sum(1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit)
-            for action in unit:
-                payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
-                if action.kind is not Kind.WEIGHT:
-                    there[Message(payload, action.stage, action.microbatch)] = free[rank]
-    assert max(free) - 3 * m == pytest.approx(p - 1)
+            if units[rank]:
+                run_next(rank)
+    assert max(ends) - 3 * m == pytest.approx(p - 1)
 
 
-@unhurried
 @given(schedules)
 def test_peak_in_flight(schedule):
-    """Count the stages whose activations exist at once.
+    """Count the stages whose activations exist at the same time.
 
-    GPipe and looped: all. 1F1B: p - rank. Interleaved (arXiv:2205.05198, section 4.2.3): p + (p - 1)/v in full stages on rank 0. Zero
-    bubble keeps them until W, p on every rank. DualPipeV: 2p + 1 stages.
+    GPipe and looped schedules keep all. 1F1B keeps p - rank. Interleaved 1F1B keeps p + (p - 1)/v
+    complete stages on rank 0 (arXiv:2205.05198, section 4.2.3). Zero bubble schedules keep them
+    until W, which makes p on every rank. DualPipeV keeps 2p + 1 stages.
     """
-    p, m = schedule.pp, schedule.microbatches
+    p = schedule.pp
+    m = schedule.microbatches
     v = schedule.stages // p
-    # An interleaved schedule takes so many micro-batches through a stage before the next: p where p divides m.
+    # An interleaved schedule takes this many micro-batches through a stage before the next one. It
+    # is p where p divides m.
     turn = m // max(1, m // p)
     waves = [2 * (p - 1 - rank) + 1 for rank in range(p)]
     expected = {
@@ -172,26 +180,24 @@ def test_peak_in_flight(schedule):
         assert peak_in_flight(schedule)[0] == pytest.approx(p + (p - 1) / v)
 
 
-@unhurried
 @given(st.data(), schedules)
 def test_peak_with_unequal_stages(data, schedule):
-    """The peak in bytes is the largest sum over micro-batches whose activations exist, counted again at every action."""
+    """The peak is the largest sum of sizes over all stages and micro-batches in flight."""
     stages = schedule.stages
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages))
     peaks = peak_in_flight(schedule, sizes=sizes)
     for rank, row in enumerate(schedule.ranks):
-        most, alive = 0, set()
+        totals = [0]
         for action in row:
             if action.kind is Kind.FORWARD:
-                alive.add((action.stage, action.microbatch))
-            most = max(most, sum(sizes[stage] for stage, _ in alive))
+                totals.append(totals[-1] + sizes[action.stage])
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                alive.remove((action.stage, action.microbatch))
-        assert peaks[rank] == most
+                totals.append(totals[-1] - sizes[action.stage])
+        assert peaks[rank] == max(totals)
 
 
 def durations_of(schedule, data):
-    """Unequal stages and boundaries, some of them free."""
+    """Draw durations of stages and messages, some of which are 0."""
 
     def draw(count):
         quarters = st.lists(st.integers(0, 8), min_size=count, max_size=count)
@@ -201,69 +207,66 @@ def durations_of(schedule, data):
     return Durations(draw(stages), draw(stages), draw(stages), draw(stages - 1))
 
 
-def relaxed(schedule, durations):
-    """The earliest ends, found by raising them until every rule holds: the order of each rank, what an action needs, one message at a time
-    on a link."""
-    ends = {action: 0.0 for row in schedule.ranks for action in row}
-    by = {
-        (a.stage, a.microbatch, a.kind is Kind.FORWARD): a
-        for a in ends
-        if a.kind is not Kind.WEIGHT
-    }
-    made = {
-        m: by[m.stage, m.microbatch, m.payload is Payload.ACTIVATION]
-        for pair in messages(schedule).values()
-        for m in pair
-    }
-    arrivals = dict.fromkeys(made, 0.0)
-    while True:
+def earliest_ends(schedule, durations):
+    """Return the earliest end of each action, by raising the ends until every rule holds.
+
+    The rules are the order of each rank, the results that an action needs, and one message at a
+    time per link and direction.
+    """
+    ends = dict.fromkeys(chain.from_iterable(schedule.ranks), 0.0)
+    source = {sent_by(action): action for action in ends}
+    arrivals = {}
+    before = None
+    while before != (ends, arrivals):
         before = (dict(ends), dict(arrivals))
         for order in messages(schedule).values():
             last = 0.0
             for message in order:
                 boundary = message.stage - (message.payload is Payload.GRADIENT)
-                last = arrivals[message] = max(last, ends[made[message]]) + durations.send[boundary]
+                last = max(last, ends[source[message]]) + durations.send[boundary]
+                arrivals[message] = last
         for row in schedule.ranks:
             last = 0.0
             for action in row:
                 for need in needed_by(action, stages=schedule.stages):
-                    own = by[need.stage, need.microbatch, need.payload is Payload.ACTIVATION]
+                    # A stage on the same rank reads the result without a message.
                     crosses = need.stage != action.stage and destination(schedule, need) is not None
-                    last = max(last, arrivals[need] if crosses else ends[own])
-                last = ends[action] = last + durations.duration(action)
-        if before == (ends, arrivals):
-            return ends
+                    last = max(last, arrivals[need] if crosses else ends[source[need]])
+                last += durations.duration(action)
+                ends[action] = last
+    return ends
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), schedules)
 def test_times_are_the_earliest_possible(data, schedule):
-    """Stages differ, and messages take time, also longer than a computation."""
+    """Stages differ, and messages take time, in some cases longer than a computation."""
     durations = durations_of(schedule, data)
     timeline = simulate(schedule, durations)
-    ends = relaxed(schedule, durations)
-    for rank, (row, planned) in enumerate(zip(timeline.ranks, schedule.ranks, strict=True)):
-        assert tuple(span.action for span in row) == planned
-        lengths = [durations.duration(action) for action in planned]
-        assert [span.end for span in row] == [ends[action] for action in planned]
-        assert [span.end - span.start for span in row] == lengths
-        assert timeline.busy(rank) == sum(lengths)
+    ends = earliest_ends(schedule, durations)
+    for rank, row in enumerate(timeline.ranks):
+        expected = []
+        for action in schedule.ranks[rank]:
+            duration = durations.duration(action)
+            expected.append(Span(action, ends[action] - duration, ends[action]))
+        assert list(row) == expected
+        assert timeline.busy(rank) == sum(map(durations.duration, schedule.ranks[rank]))
     assert timeline.total == max(ends.values())
 
 
-def test_the_least_timeline():
+def test_the_smallest_timeline():
     schedule = make_schedule("1f1b", pp=1, microbatches=1)
-    forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
-    spans = ((Span(forward, 0, 1), Span(backward, 1, 3)),)
-    assert simulate(schedule, even(schedule)) == Timeline(schedule, spans)
-    nothing = run(schedule, 0, 0, 0)
-    assert nothing.total == 0 and nothing.bubble_overall == 0
+    forward = Span(Action(0, Kind.FORWARD, 0), 0, 1)
+    backward = Span(Action(0, Kind.BACKWARD, 0), 1, 3)
+    assert simulate(schedule, even(schedule)) == Timeline(schedule, ((forward, backward),))
+    empty = run(schedule, 0, 0, 0)
+    assert empty.total == 0
+    assert empty.bubble_overall == 0
 
 
-def test_wrong_durations():
-    """Durations of another number of stages, negative ones, and those that are no numbers are refused."""
+def test_wrong_durations_are_refused():
     schedule = make_schedule("1f1b", pp=2, microbatches=2)
-    for bad in (
+    for durations in (
         Durations((1,), (1, 1), (1, 1), (0,)),
         Durations((1, 1), (1, 1), (1, 1), ()),
         Durations((1, -1), (1, 1), (1, 1), (0,)),
@@ -271,7 +274,7 @@ def test_wrong_durations():
         Durations((1, 1), (1, float("inf")), (1, 1), (0,)),
     ):
         with pytest.raises(InputError, match="durations"):
-            simulate(schedule, bad)
+            simulate(schedule, durations)
     with pytest.raises(InputError, match="sizes has 1 values"):
         peak_in_flight(schedule, sizes=(1,))
 

@@ -1,4 +1,4 @@
-"""Streams of random numbers of split parts (defect A19), without a process group; and of a CUDA generator, which is played."""
+"""Random numbers of layers that are split over ranks. A stand-in plays the CUDA generator."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,51 +12,60 @@ from plait.errors import ModelError
 from plait.parallel.tensor import styles
 from plait.parallel.tensor.styles import SplitStream
 
-HERE = torch.zeros(1)
+INPUT = torch.zeros(1)
 
 
-def drawn(rank, *, own):
-    """Numbers before, inside of and behind two parts, the first of which takes `own` numbers."""
+def draws(rank, *, count):
+    """Return numbers drawn before, inside and after two split layers of this rank.
+
+    The first layer draws `count` numbers, which may differ between ranks.
+    """
     torch.manual_seed(5)
-    stream, found = SplitStream(rank), [torch.rand(2)]
-    for count in (own, 2):
-        stream.enter(HERE)
-        stream.enter(HERE)  # siblings
-        found.append(torch.rand(count))
+    stream = SplitStream(rank)
+    numbers = [torch.rand(2)]
+    for split_count in (count, 2):
+        stream.enter(INPUT)
+        # A sibling that reads the same input does not start another stream.
+        stream.enter(INPUT)
+        numbers.append(torch.rand(split_count))
         stream.leave()
-        found.append(torch.rand(2))
-    return found
+        numbers.append(torch.rand(2))
+    return numbers
 
 
-def test_parts_have_their_own_numbers_and_what_follows_is_shared():
-    one, other = drawn(0, own=3), drawn(1, own=4)
+def test_ranks_differ_inside_split_layers_only():
+    first = draws(0, count=3)
+    second = draws(1, count=4)
     for index in (0, 2, 4):
-        assert torch.equal(one[index], other[index])
-    assert not torch.equal(one[1], other[1][:3])
-    assert not torch.equal(one[3], other[3])
-    assert len({float(number) for numbers in one for number in numbers}) == sum(
-        len(numbers) for numbers in one
-    ), "no number twice"
+        assert torch.equal(first[index], second[index])
+    assert not torch.equal(first[1], second[1][:3])
+    assert not torch.equal(first[3], second[3])
+    numbers = torch.cat(first)
+    assert len(numbers.unique()) == len(numbers), "a number is drawn twice"
 
 
-def test_a_restored_shared_generator_repeats_its_numbers():
-    """Recomputation, also where it was left in a part by an exception."""
+def test_a_restored_generator_repeats_its_numbers():
+    """Recomputation restores the generator, also after an exception inside a layer."""
     torch.manual_seed(5)
-    stream, state = SplitStream(1), torch.get_rng_state()
-    stream.enter(HERE)
+    stream = SplitStream(1)
+    state = torch.get_rng_state()
+    stream.enter(INPUT)
     first = torch.rand(3)
     stream.leave()
-    behind = torch.get_rng_state()
+    after = torch.get_rng_state()
     torch.set_rng_state(state)
-    stream.enter(HERE)
+    stream.enter(INPUT)
     assert torch.equal(torch.rand(3), first)
-    torch.set_rng_state(behind)  # not by `leave`
+
+    # `leave` must not overwrite a state that something else restored.
+    torch.set_rng_state(after)
     stream.leave()
-    assert torch.equal(torch.get_rng_state(), behind)
+    assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_nothing_happens_where_nothing_is_computed():
-    state, stream = torch.get_rng_state(), SplitStream(0)
+def test_meta_and_fake_tensors_leave_the_generator_alone():
+    state = torch.get_rng_state()
+    stream = SplitStream(0)
     stream.enter(torch.zeros(1, device="meta"))
     with FakeTensorMode():
         stream.enter(torch.zeros(1))
@@ -64,21 +73,24 @@ def test_nothing_happens_where_nothing_is_computed():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_numbers_drawn_for_what_another_layer_reads_are_refused():
-    stream, read, other = SplitStream(0), torch.zeros(1), torch.zeros(1)
-    stream.enter(HERE, read=read)
-    stream.enter(HERE, read=other)  # a second input (cross-attention)
+def test_numbers_drawn_between_layers_of_two_inputs_are_refused():
+    stream = SplitStream(0)
+    hidden = torch.zeros(1)
+    encoded = torch.zeros(1)
+    stream.enter(INPUT, read=hidden)
+    # Cross-attention reads a second input.
+    stream.enter(INPUT, read=encoded)
     torch.rand(1)
-    stream.enter(HERE, read=read)
-    words = "random numbers were drawn .dropout. between two column-parallel layers"
-    with pytest.raises(ModelError, match=words):
-        stream.enter(HERE, read=other)
+    stream.enter(INPUT, read=hidden)
+    message = "random numbers were drawn .dropout. between two column-parallel layers"
+    with pytest.raises(ModelError, match=message):
+        stream.enter(INPUT, read=encoded)
     stream.leave()
 
 
 @dataclass
-class Played:
-    """A CUDA generator: a seed, and an offset that every draw moves by 4."""
+class FakeCudaGenerator:
+    """A CUDA generator has a seed, and an offset that every draw moves by 4."""
 
     seed: int
     offset: int = 0
@@ -95,29 +107,32 @@ class Played:
 
     def manual_seed(self, seed):
         assert 0 <= seed < 2**64
-        self.seed, self.offset = seed, 0
+        self.seed = seed
+        self.offset = 0
 
     def draw(self):
         self.offset += 4
         return self.seed, self.offset
 
 
-def test_a_cuda_generator_is_seeded_without_a_kernel():
-    """By seed and offset, which are numbers on the host."""
-
-    def run(rank, own):
-        generator, stream, found = Played(9), SplitStream(rank), []
+def test_a_cuda_generator_is_seeded_on_the_host():
+    def run(rank, count):
+        generator = FakeCudaGenerator(9)
+        stream = SplitStream(rank)
+        # The generator of a device exists only where the device does.
         with patch.object(styles, "_generator", lambda _: generator):
-            found.append(generator.draw())
+            numbers = [generator.draw()]
             for _ in range(2):
-                stream.enter(HERE)
-                found += [generator.draw() for _ in range(own)]
+                stream.enter(INPUT)
+                for _ in range(count):
+                    numbers.append(generator.draw())
                 stream.leave()
-            found.append(generator.draw())
-        assert len(set(found)) == len(found), "no number twice"
-        return found
+            numbers.append(generator.draw())
+        assert len(set(numbers)) == len(numbers), "a number is drawn twice"
+        return numbers
 
-    one, other = run(0, 2), run(1, 3)
-    assert one[0] == other[0]
-    assert one[-1] == other[-1]
-    assert not set(one[1:-1]) & set(other[1:-1])
+    first = run(0, 2)
+    second = run(1, 3)
+    assert first[0] == second[0]
+    assert first[-1] == second[-1]
+    assert not set(first[1:-1]) & set(second[1:-1])

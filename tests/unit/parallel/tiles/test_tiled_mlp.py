@@ -1,4 +1,4 @@
-"""What tiles are refused with, by name and before any process group; and how they leave a model."""
+"""Modules that are computed in tiles, and settings that are refused before any process group."""
 
 import pytest
 from torch import nn
@@ -12,37 +12,35 @@ from plait.parallel.techniques.tiled_mlp import TiledModules, Tiles
 from tests.parity import cases
 
 
-def check(model, **more):
-    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"mlp_tile_tokens": 4}, **more}
-    return check_all(
-        resolve(load(config), world_size=1).context(model=model, blocks=find_blocks(model))
-    )
+def check(model, **sections):
+    parallel = {"mlp_tile_tokens": 4}
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": parallel, **sections}
+    context = resolve(load(config), world_size=1).context(model=model, blocks=find_blocks(model))
+    return check_all(context)
 
 
-def test_found_before_the_model_is_split():
-    """As a plan for what is done to it later."""
-    assert check(cases.build("llama", tied=False)).tiled == TokenModules(
-        ("model.layers.0.mlp", "model.layers.1.mlp"), ()
-    )
+def test_mlps_are_planned_before_the_model_is_split():
+    mlps = ("model.layers.0.mlp", "model.layers.1.mlp")
+    assert check(cases.build("llama", tied=False)).tiled == TokenModules(mlps, ())
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "message"),
+    ("model", "sections", "message"),
     [
-        (cases.build("llama", tied=False), {"compile": {"enabled": True}}, "parallel.mlp_tile_tokens = 4: compile.enabled is true"),
-        (nn.Linear(4, 4), {}, "parallel.mlp_tile_tokens = 4: the model has no repeated blocks; name some with parallel.blocks, or use 0"),
-        (nn.Sequential(*(nn.Linear(4, 8) for _ in range(2))), {}, "parallel.mlp_tile_tokens = 4: 0 is not computed in tiles, .* the block computes it"),
+        (cases.build("llama", tied=False), {"compile": {"enabled": True}}, "compile.enabled is"),
+        (nn.Linear(4, 4), {}, "no repeated blocks; name some with parallel.blocks, or use 0"),
+        (nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8)), {}, "0 is not .*the block computes it"),
     ],
     ids=["compile", "no blocks", "no MLP"],
-)  # fmt: skip
-def test_refused(model, more, message):
-    with pytest.raises(PlaitError, match=message):
-        check(model, **more)
+)
+def test_refused(model, sections, message):
+    with pytest.raises(PlaitError, match=f"parallel.mlp_tile_tokens = 4: .*{message}"):
+        check(model, **sections)
 
 
-def test_released():
+def test_release_restores_the_forward():
     module = nn.Linear(4, 4)
-    own = module.forward
-    module.forward = Tiles(module, own, 2)
+    forward = module.forward
+    module.forward = Tiles(module, forward, 2)
     TiledModules([module]).release()
-    assert module.forward == own
+    assert module.forward == forward
