@@ -1,4 +1,4 @@
-"""One device alone: its optimizer can be on the host, and a file may name any ZeRO stage."""
+"""Plans for a single device: its optimizer can be on the host, and a file may fix any ZeRO stage."""
 
 import pytest
 
@@ -8,24 +8,27 @@ from plait.planner.request import Request
 from plait.planner.search import plan
 
 
-def request(model):
-    return Request(find_model(model, sequence=2048), cluster("h100", 1), 32, 2048)
+def layouts_of(model, **fixed):
+    """Return the best layouts of a model on one H100."""
+    request = Request(find_model(model, sequence=2048), cluster("h100", 1), 32, 2048)
+    return [choice.layout for choice in plan(request, fixed=fixed).best]
 
 
 def test_states_that_do_not_fit_are_on_the_host():
-    best = plan(request("llama-3-8b")).best[0].layout
+    best = layouts_of("llama-3-8b")[0]
     assert (best["stage"], best["dp_shard"]) == (1, 1) and best["offload"] > 0
 
 
-def test_one_that_fits_has_it_on_the_device():
-    """And ZeRO stages, which are alike with one shard, are not shown beside each other."""
-    best = [choice.layout for choice in plan(request("gpt2")).best]
-    assert best[0]["stage"] == 0 and best[0]["offload"] == 0
-    assert all(layout["offload"] > 0 for layout in best[1:] if layout["stage"])
+def test_stages_that_do_not_differ_are_shown_once():
+    best, *others = layouts_of("gpt2")
+    assert best["stage"] == 0 and best["offload"] == 0
+    for layout in others:
+        assert layout["offload"] > 0 or not layout["stage"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_that_a_file_fixes_is_kept(stage):
-    for fixed in ({"stage": stage}, {"stage": stage, "offload": 100}):
-        best = plan(request("gpt2"), fixed=fixed).best[0].layout
-        assert best["stage"] == stage and best["offload"] == fixed.get("offload", 0) / 100
+def test_a_fixed_stage_is_kept(stage):
+    for offload in (0, 100):
+        fixed = {"stage": stage, "offload": offload} if offload else {"stage": stage}
+        best = layouts_of("gpt2", **fixed)[0]
+        assert best["stage"] == stage and best["offload"] == offload / 100
