@@ -1,4 +1,4 @@
-"""`plait doctor` alone says what the environment has; measuring is asked for."""
+"""`plait doctor` reports the environment, and measures only with an option."""
 
 import json
 import platform
@@ -11,15 +11,13 @@ from tests.unit.cli.commands import run
 def test_the_environment(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert run("doctor --json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["versions"]["torch"] == version("torch")
-        and found["versions"]["python"] == platform.python_version()
-    )
-    assert found["machine"]["cores"] >= 1 and found["variables"]["NCCL_DEBUG"] == "INFO"
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == version("torch")
+    assert report["versions"]["python"] == platform.python_version()
+    assert report["machine"]["cores"] >= 1 and report["variables"]["NCCL_DEBUG"] == "INFO"
     assert run("doctor") == 0
-    shown = capsys.readouterr().out
-    assert version("torch") in shown and "NCCL_DEBUG" in shown
+    printed = capsys.readouterr().out
+    assert version("torch") in printed and "NCCL_DEBUG" in printed
     assert run("doctor --nccl --json") == 0
     assert json.loads(capsys.readouterr().out)["variables"]["NCCL_DEBUG"] == "INFO"
 

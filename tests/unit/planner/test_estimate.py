@@ -73,9 +73,7 @@ def test_terms_are_named_nonnegative_and_sum(fields):
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(
-    LAYOUTS, st.sampled_from(["link_bandwidth", "nic_bandwidth", "memory_bandwidth"])
-)
+@hypothesis.given(LAYOUTS, st.sampled_from(["link_bandwidth", "nic_bandwidth", "memory_bandwidth"]))
 def test_a_faster_machine_is_not_slower(fields, figure):
     before = job_with_schedule(fields)
     faster = replace(before.device, **{figure: getattr(before.device, figure) * 2})

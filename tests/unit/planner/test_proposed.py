@@ -1,14 +1,14 @@
-"""What a plan does not propose because it cannot be, or is not priced."""
+"""Schedules that split the backward are not proposed with recomputation."""
 
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.techniques import SPLIT_BACKWARD, available_techniques, supports_options
 
 
-def test_no_recomputation_where_gradients_of_weights_are_put_off():
-    recomputed = RECOMPUTE.index("full")
+def test_a_split_backward_has_no_recomputation():
+    recompute = RECOMPUTE.index("full")
     for name in (*SPLIT_BACKWARD, "1f1b"):
         schedule = SCHEDULES.index(name)
         splits = name in SPLIT_BACKWARD
         assert available_techniques().runs(name, pp=2, micro_batches=8, chunks=1 + splits, zero=1)
         assert supports_options(Layouts(schedule=schedule))
-        assert supports_options(Layouts(schedule=schedule, recompute=recomputed)) == (not splits)
+        assert supports_options(Layouts(schedule=schedule, recompute=recompute)) == (not splits)

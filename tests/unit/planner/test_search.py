@@ -139,9 +139,7 @@ def test_every_proposed_layout_can_run():
         ("gpt2", "cpu", 2, "fp32", None),
     ],
 )
-def test_the_written_file_resolves_to_the_best_layout(
-    model, gpu, gpus, precision, dtype, tmp_path
-):
+def test_the_written_file_resolves_to_the_best_layout(model, gpu, gpus, precision, dtype, tmp_path):
     request = make_request(model, gpu, gpus, batch=64, sequence=512, precision=precision)
     result = plan(request)
     file, estimates = output.write(result, tmp_path / "run.json")
@@ -379,5 +377,3 @@ def test_why_answers_for_every_neighbour():
 def test_sixteen_thousand_devices():
     result = plan(make_request("llama-3-405b", gpus=16384, batch=4096, sequence=8192))
     assert result.candidates > 40_000 and result.best
-
-
