@@ -67,12 +67,6 @@ def test_the_report_lists_what_misses_the_target(plait, losses, verdict):
     assert report.is_good(document) is (verdict != "DISAGREES")
 
 
-def test_a_wrong_argument_exits_with_2(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(BENCHMARK, ["--scenes", "3d"])
-    assert stopped.value.code == 2 and "invalid choice: '3d'" in capsys.readouterr().err
-
-
 @pytest.mark.proof
 def test_both_layouts_run_and_agree():
     pytest.importorskip("transformers")

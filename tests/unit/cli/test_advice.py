@@ -27,6 +27,7 @@ from plait.errors import raise_problems
 from plait.planner.configuration import complete, read_file
 from plait.planner.hardware import cluster
 from tests.advice import Case, check, command, read_table
+from tests.unit.planner.jobs import llama
 
 FILE = Path(__file__).with_name("advice.yaml")
 HOSTFILES = {
@@ -127,15 +128,7 @@ def test_conversions(folder):
     check(read_table(FILE, "conversions", convert_and_load))
 
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 64,
-}
+LLAMA = llama(num_hidden_layers=4, num_key_value_heads=4)
 
 
 def complete_plan(text):

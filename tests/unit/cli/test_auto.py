@@ -10,14 +10,7 @@ import pytest
 from plait.cli.planning.query import planned_file, refuse_auto
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+from tests.unit.planner.jobs import llama
 
 
 @pytest.fixture
@@ -27,7 +20,7 @@ def file(tmp_path, monkeypatch):
         "train_batch_size": 8,
         "zero_optimization": {"stage": "auto"},
         "parallel": {"tp": "auto", "recompute": {"mode": "none"}},
-        "model": {"config": MODEL},
+        "model": {"config": llama()},
         "data": {"source": "python-stdlib", "sequence_length": 64},
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "processes": 2},
     }

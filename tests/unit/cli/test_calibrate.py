@@ -17,19 +17,10 @@ from plait.planner.calibrate import (
 )
 from tests.unit.cli.commands import PLAN, run
 from tests.unit.cli.planning import runs_file
+from tests.unit.planner.jobs import llama
 from tests.unit.planner.rows import measured
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": False,
-}
+TINY = llama(num_key_value_heads=4, max_position_embeddings=16, tie_word_embeddings=False)
 
 
 def plan_seconds(capsys, *options):

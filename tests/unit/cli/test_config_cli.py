@@ -90,13 +90,10 @@ def test_a_wrong_file_shows_its_keys_and_every_problem(file, run):
 
 MISTAKES = {
     "nowhere.json": "nowhere.json: there is no such file",
-    "{file} --set zero_optimization.stge=3": "did you mean zero_optimization.stage?",
-    "{file} --set nonsense": "--set = 'nonsense': an override is a dotted key",
     "{file} --world-size 3": "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes",
     "{file} --world-size 0": "--world-size = '0': ",
     "{file} {file}": "one FILE is read at a time, but 2 are given",
     "": "Missing argument",
-    "-- --bf16 --lr 1": "run: plait config convert -- --bf16 --lr 1",
 }
 
 
@@ -127,9 +124,6 @@ def test_megatrons_flags_become_a_file(tmp_path, run, capsys):
     config = load(file)
     assert config.model_dump() == load_foreign(flags).model_dump()
     assert config.scheduler.params["wsd_decay_steps"] == 10
-
-    code, _, err = run("convert", "--out", str(file), "--", *flags)
-    assert code == 2 and "exists" in err
     assert commands.run("train --", *flags) == 2
     assert "plait config convert" in capsys.readouterr().err
 
@@ -178,8 +172,6 @@ def test_a_file_of_accelerate_becomes_a_file(accelerate, run):
     assert rows["machine_rank"] == ["0", "-", ignored]
     assert "(left out)" in table and "Accelerate's default" in table
     assert table.splitlines()[-1].startswith(f"wrote {out}; add the sections model and data")
-    code, _, err = run(*command)
-    assert code == 2 and "exists; pass another name" in err
 
 
 def test_without_out_the_file_is_printed(accelerate, run):

@@ -4,7 +4,6 @@ import json
 import platform
 from importlib.metadata import version
 
-from tests.table import check_rows
 from tests.unit.cli.commands import run
 
 
@@ -20,20 +19,3 @@ def test_the_environment(capsys, monkeypatch):
     assert version("torch") in printed and "NCCL_DEBUG" in printed
     assert run("doctor --nccl --json") == 0
     assert json.loads(capsys.readouterr().out)["variables"]["NCCL_DEBUG"] == "INFO"
-
-
-WRONG = {
-    "--seconds 3": "add --links",
-    "--links --seconds 0": "must be between 0.1 and 600",
-    "--links --nproc-per-node 1": "one process has no links",
-    "--links --nccl": "pass only one of them",
-    "--links --out /no/such/folder/x.json": "is not a folder; create it first",
-}
-
-
-def test_wrong_input(capsys):
-    def check(row):
-        assert run(f"doctor {row[0]}") == 2
-        assert row[1] in capsys.readouterr().err
-
-    check_rows({row[0]: row for row in WRONG.items()}, check)

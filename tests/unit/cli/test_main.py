@@ -16,7 +16,7 @@ from tests.unit.cli.commands import run
 
 
 def test_help_lists_all_commands_and_imports_no_torch():
-    """Modules of the commands do not import torch either, nor do schedules that it does not make."""
+    """Modules of the commands do not import torch, nor do schedules that Plait makes."""
     modules = []
     for target, _ in command.COMMANDS.values():
         if "config" not in target:

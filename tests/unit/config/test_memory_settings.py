@@ -27,15 +27,12 @@ def test_cpu_checkpointing_offloads_inputs_of_blocks():
 
 
 CONTRADICTIONS = """
-    parallel.recompute.mode=budget -> no budget is given
-    parallel.recompute.mode=full parallel.recompute.budget_gib=1 -> the mode is full
     parallel.recompute.budget_gib=1 -> neither it nor data.sequence_length is given
     activation_checkpointing.cpu_checkpointing=true parallel.recompute.mode=full \
         parallel.activation_offload.fraction=0.5 -> the file sets 0.5 on cpu
     parallel.activation_offload.fraction=0.5 parallel.activation_offload.device=disk \
         -> no folder is given
     parallel.activation_offload.fraction=1.5 -> 1.5
-    OPT.device=cpu -> stage 0 keeps full optimizer states
     ZERO.stage=2 OPT.device=nvme -> no folder is given
     OPT.device=nvme OPT.nvme_path=a -> stage 0 keeps full optimizer states
     ZERO.stage=2 OPT.device=nvme OPT.nvme_path=a OPT.buffer_count=3 -> buffer_count
@@ -44,13 +41,11 @@ CONTRADICTIONS = """
     ZERO.stage=2 PARAM.device=nvme PARAM.nvme_path=a -> stage 2 keeps parameters unsharded
     ZERO.stage=3 PARAM.device=cpu -> and those are on the device
     ZERO.stage=3 PARAM.device=cpu OPT.device=nvme OPT.nvme_path=a -> and those are on disk
-    ZERO.stage=3 PARAM.device=nvme PARAM.nvme_path=a OPT.device=cpu -> takes them into host memory
     ZERO.stage=2 OPT.device=cpu OPT.ratio=0 -> offload_optimizer.ratio
     ZERO.stage=3 PARAM.device=cpu OPT.device=cpu OPT.ratio=0.5 \
         -> offload_optimizer.ratio leaves part of them on the device
     ZERO.stage=2 PARAM.device=cpu OPT.device=cpu -> stage 2 keeps parameters unsharded
     pipeline.activation_checkpoint_interval=2 -> not in groups
-    optimizer.type=SGD optimizer.states=int8 -> implemented for Adam and AdamW, but the type is SGD
     optimizer.states=int4 -> int4
     optimizer.states=float8 optimizer.params.amsgrad=true \
         -> `amsgrad` is a parameter of torch's kernels

@@ -13,6 +13,12 @@ def layouts(**fields):
     return Layouts(**{name: np.array([value]) for name, value in fields.items()})
 
 
+def llama(**fields):
+    """Return the configuration of a small Llama, with other values of some fields."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    return {"model_type": "llama", **sizes, "num_attention_heads": 4, **fields}
+
+
 def model_of(fields):
     """Return the model of a configuration as Transformers writes it."""
     return Model(from_config(fields), {"config": fields})

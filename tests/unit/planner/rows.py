@@ -39,7 +39,7 @@ ROW = {
     "status": "ok",
     "step_time_s": "2.0",
 }
-"""One row of the tables of published runs."""
+"""Row of the tables of published runs."""
 
 
 @cache

@@ -92,7 +92,7 @@ def test_intervals_of_a_plan_are_those_that_were_scored():
 
 
 def test_errors_of_held_out_sources_do_not_grow():
-    """No constant was fitted to these sources. The result is computed with every new constant."""
+    """Constants were fitted to other sources. The result is computed with every new constant."""
     result = recorded.load()
     left_out = result["left out"]
     errors = overall(left_out["runs"])

@@ -10,20 +10,11 @@ from plait.planner.hardware import cluster, only
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.request import Request, estimate, job_of
 from plait.planner.search import price, simulate_pipelines
-from tests.unit.planner.jobs import layouts, model_of
+from tests.unit.planner.jobs import layouts, llama, model_of
 
-MODEL = model_of(
-    {
-        "model_type": "llama",
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "vocab_size": 8192,
-        "tie_word_embeddings": False,
-    }
-)
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 8192}
+MODEL = model_of(llama(**SIZES, **HEADS, tie_word_embeddings=False))
 
 
 def request_on(name, processes=2, precision="fp32"):

@@ -92,7 +92,7 @@ LATENT = {
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"first_k_dense_replace": 1}])
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention_has_the_parameters_of_transformers(kind, changes):
-    """Without q_lora_rank, queries are not compressed."""
+    """Queries are compressed if there is a q_lora_rank."""
     config = {"model_type": kind, **LATENT, **changes}
     assert parameter_count(config) == from_config(config).parameters
 

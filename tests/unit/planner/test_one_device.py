@@ -1,4 +1,4 @@
-"""Plans for a single device: its optimizer can be on the host, and a file may fix any ZeRO stage."""
+"""On a single device the optimizer can be on the host, and a file may fix any ZeRO stage."""
 
 import pytest
 

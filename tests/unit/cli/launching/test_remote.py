@@ -46,10 +46,10 @@ def test_arguments_are_quoted_for_the_remote_shell():
     *head, host, script = ssh_command(TWO, 1)
     assert head == ["ssh", "-o", "BatchMode=yes", "-T"]
     assert host == "b"
-    words = shlex.split(script)
-    assert words[:5] == ["cd", "/data/my run", "&&", "exec", "env"]
-    assert words[5:8] == ["CUDA_VISIBLE_DEVICES=1,3", "NCCL_DEBUG=a b", "PYTHONPATH=src"]
-    assert words[8:] == node_command(TWO, 1)
+    arguments = shlex.split(script)
+    assert arguments[:5] == ["cd", "/data/my run", "&&", "exec", "env"]
+    assert arguments[5:8] == ["CUDA_VISIBLE_DEVICES=1,3", "NCCL_DEBUG=a b", "PYTHONPATH=src"]
+    assert arguments[8:] == node_command(TWO, 1)
 
 
 def test_other_gpus_are_hidden():

@@ -58,7 +58,10 @@ def wait_until_ready(standby):
 
 
 def run(standby, folder, **environment):
-    """Run the script in a standby process. Return exit code and outputs, or None if none is ready."""
+    """Run the script in a standby process, and return its exit code, output and errors.
+
+    Returns None if no process is ready.
+    """
     (folder / "script.py").write_text(SCRIPT)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         script = [str(WORKER), str(os.getpid()), str(folder / "script.py")]

@@ -6,7 +6,6 @@ import pytest
 
 from plait.cli import launch as launch_module
 from plait.cli.launching.launch_settings import LaunchSettings, check, with_variables
-from plait.errors import ConfigError
 from tests.unit.cli.commands import run
 
 KUBEFLOW = {
@@ -78,8 +77,6 @@ def test_only_one_kind_of_rendezvous_is_read():
     assert with_variables(nothing, both)["master_addr"] is None
     assert with_variables(nothing, both)["rdzv_endpoint"] == "a:1"
     assert with_variables({**nothing, "master_addr": "b"}, both)["rdzv_endpoint"] is None
-    with pytest.raises(ConfigError, match="PET_NODE_RANK = 'one'"):
-        with_variables(nothing, {"PET_NODE_RANK": "one"})
 
 
 TASKS = "SLURM_STEP_TASKS_PER_NODE"

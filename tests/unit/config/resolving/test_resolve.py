@@ -232,10 +232,6 @@ def test_links_decide_the_bucket_if_the_file_does_not():
 
 
 REFUSALS = """
-    fp16.enabled=true bf16.enabled=true -> fp16.enabled and bf16.enabled: are both true, \
-        but a model computes in one dtype; set one of them to false
-    fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8 -> fp16.min_loss_scale = \
-        8.0: the first scale, 2^2 = 4, is smaller; use at most 4, or raise fp16.initial_scale_power
     ZERO.reduce_bucket_size=1000 parallel.bucket_mib=1 -> zero_optimization.reduce_bucket_size = \
         1000 and parallel.bucket_mib = 1: both set the bucket and disagree: \
         1000 x 4 bytes = 0.0038147 MiB; keep one of them
@@ -247,14 +243,6 @@ REFUSALS = """
         -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 3;
     model.config.model_type=gpt2 model.config.n_layer=3 num_layers=2 \
         -> num_layers = 2: the model section describes 3 layers; leave it out or set it to 3
-    ZERO.stage=2 parallel.compress_gradients=powersgd -> parallel.compress_gradients = 'powersgd': \
-        factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards
-    bf16.enabled=true parallel.compress_gradients=int8 -> parallel.compress_gradients = 'int8': \
-        at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block
-    parallel.all_reduce=ring parallel.transport=shared-memory -> parallel.all_reduce = 'ring': \
-        parallel.transport is shared-memory, which has its own all-reduce
-    ZERO.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: \
-        does not divide parallel.dp_shard, which is 4; use 2, 4
 """
 
 

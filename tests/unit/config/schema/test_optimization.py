@@ -22,7 +22,6 @@ TYPES = {
     OptimizerSpec: """
     AdmW -> neither an optimizer of DeepSpeed or torch nor a path of a class; did you mean `AdamW`?
     OneBitAdam -> it cannot be used: DeepSpeed removed it in 0.19
-    lamb -> it cannot be used: torch has no LAMB
     MuAdam -> it cannot be used: its learning rates follow the base shapes
     LBFGS -> it cannot be used: it evaluates the loss several times a step
 """,
@@ -31,7 +30,6 @@ TYPES = {
     cosin -> not a schedule of DeepSpeed, Transformers or torch; did you mean `cosine`?
     zzz -> known are ConstantLR
     LambdaLR -> it cannot be used: it is made of functions
-    ReduceLROnPlateau -> it follows a validation metric
 """,
 }
 PARAMETERS = {
@@ -40,7 +38,6 @@ PARAMETERS = {
     AdamW "params": [] -> `params` is not a parameter of AdamW
     AdamW "differentiable": true -> `differentiable` is not a parameter of AdamW
     Adam "decoupled_weight_decay": true -> `decoupled_weight_decay` is not a parameter of Adam
-    AdamW "max_grad_norm": 1.0 -> set gradient_clipping at the top of the file
     AdamW "lr": -1 -> `lr` is -1: it must be at least 0
     AdamW "lr": true -> `lr` is True: true and false are not numbers
     AdamW "lr": "fast" -> `lr` is 'fast': it must be a number
