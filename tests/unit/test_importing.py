@@ -30,6 +30,7 @@ def test_the_command_has_the_folder_of_the_installation(tmp_path, monkeypatch):
     info = tmp_path / "plait-0.dist-info"
     source = tmp_path / "a clone"
     info.mkdir()
+    # Plait as it is installed from a folder.
     monkeypatch.setattr(importing, "distribution", lambda _: PathDistribution(info))
     assert install_line("trl") == "pip install '.[trl]' in a clone of Plait"
     (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {}}))

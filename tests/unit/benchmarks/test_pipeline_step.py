@@ -57,8 +57,8 @@ def test_plait_is_configured_for_the_same_work(scene):
 )
 def test_the_report_lists_what_misses_the_target(plait, losses, verdict):
     scene = BENCHMARK.scenes[0]
-    names = [baseline.name for baseline in scene.baselines]
-    records = {name: record([5.0, 4.0], [1.0, 2.0, None]) for name in names}
+    reference = record([5.0, 4.0], [1.0, 2.0, None])
+    records = {baseline.name: reference for baseline in scene.baselines}
     records["plait-1f1b"] = record(losses, [plait, 2 * plait, 3.0])
     document = make_document(BENCHMARK, scene, SMALL, records)
     ratios = document["baselines"]["plait-1f1b"]["ratios"]

@@ -109,7 +109,7 @@ def test_an_optimizer_in_16_bits_moves_half_of_the_bytes():
 def test_rows_of_no_framework_and_of_plait_are_priced_too():
     names = ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")
     runs = read_runs([{**ROW, "framework": name} for name in names])
-    stacks = [str(name) for name in runs.job.framework.name]
+    stacks = list(map(str, runs.job.framework.name))
     assert stacks == ["other-modern", "plait", "megatron-modern"]
     assert runs.variants[2].layout["schedule"] == SCHEDULES.index("zb-h1")
     assert {f"stack.{name}" for name in stacks} <= fitted_priors().constants.keys()

@@ -126,6 +126,7 @@ class FakeTeam:
 
 
 def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
+    # Shares of the processor that other programs take during each turn, instead of measured ones.
     shares = iter([0.5, 0.0, 0.5, 0.5, 0.0])
     monkeypatch.setattr(load.ForeignMeter, "start", lambda self: None)
     monkeypatch.setattr(load.ForeignMeter, "stop", lambda self: next(shares))

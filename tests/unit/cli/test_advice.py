@@ -87,6 +87,7 @@ def test_launchers_variables(monkeypatch):
         gpus = int(variables.pop("GPUS", 0))
         group = variables.pop("GROUP", "")
         start = topology.init_method if "meets" in variables else topology.discover
+        # Devices and process groups that this machine does not have.
         with monkeypatch.context() as patch:
             patch.setattr(topology, "device_count", lambda: gpus)
             patch.setattr(topology.accelerator, "capacity_bytes", lambda index: 1)

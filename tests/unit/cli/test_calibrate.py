@@ -45,6 +45,7 @@ def test_a_plan_uses_a_calibration_of_its_device(tmp_path, capsys):
 
 
 def test_a_live_calibration_of_one_process(tmp_path, capsys, monkeypatch):
+    # A small model, because the command measures for minutes otherwise.
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"

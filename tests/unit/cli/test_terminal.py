@@ -52,6 +52,7 @@ def test_commands_end_in_order(verb, inner, monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGTERM)
 
+    # The work of the command, and the checkpoint that it reads.
     monkeypatch.setattr(inner, work)
     monkeypatch.setattr(
         "plait.checkpoint.inspect.open_checkpoint",

@@ -16,6 +16,7 @@ from plait.errors import ConfigError
 def started(monkeypatch):
     """Return the settings with which the launcher would have started."""
     calls = []
+    # The function behind it starts processes.
     monkeypatch.setattr(launch, "run", lambda module, settings: calls.append(settings) or 0)
     return calls
 

@@ -14,11 +14,19 @@ from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
 from plait.planner.calibrate import uncalibrated
 from plait.planner.hardware import cluster
+from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.models import find_model
 from plait.planner.request import Request
 from plait.planner.search import FAMILY, estimate_space, plan, price, ties
 from plait.planner.space import space_of
-from plait.planner.techniques import format_fixed, parse_fixed, with_options
+from plait.planner.techniques import (
+    SPLIT_BACKWARD,
+    available_techniques,
+    format_fixed,
+    parse_fixed,
+    supports_options,
+    with_options,
+)
 from plait.sizes import GIB
 
 
@@ -372,3 +380,39 @@ def test_why_answers_for_every_neighbour():
 def test_sixteen_thousand_devices():
     result = plan(make_request("llama-3-405b", gpus=16384, batch=4096, sequence=8192))
     assert result.candidates > 40_000 and result.best
+
+
+def test_a_split_backward_has_no_recomputation():
+    recompute = RECOMPUTE.index("full")
+    for name in (*SPLIT_BACKWARD, "1f1b"):
+        schedule = SCHEDULES.index(name)
+        splits = name in SPLIT_BACKWARD
+        assert available_techniques().runs(name, pp=2, micro_batches=8, chunks=1 + splits, zero=1)
+        assert supports_options(Layouts(schedule=schedule))
+        assert supports_options(Layouts(schedule=schedule, recompute=recompute)) == (not splits)
+
+
+def layouts_of(model, **fixed):
+    """Return the best layouts of a model on one H100."""
+    request = make_request(model, gpus=1, sequence=2048)
+    return [choice.layout for choice in plan(request, fixed=fixed).best]
+
+
+def test_states_that_do_not_fit_are_on_the_host():
+    best = layouts_of("llama-3-8b")[0]
+    assert (best["stage"], best["dp_shard"]) == (1, 1) and best["offload"] > 0
+
+
+def test_stages_that_do_not_differ_are_shown_once():
+    best, *others = layouts_of("gpt2")
+    assert best["stage"] == 0 and best["offload"] == 0
+    for layout in others:
+        assert layout["offload"] > 0 or not layout["stage"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_fixed_stage_is_kept(stage):
+    for offload in (0, 100):
+        fixed = {"stage": stage, "offload": offload} if offload else {"stage": stage}
+        best = layouts_of("gpt2", **fixed)[0]
+        assert best["stage"] == stage and best["offload"] == offload / 100

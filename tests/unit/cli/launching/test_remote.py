@@ -123,6 +123,7 @@ def sent(monkeypatch):
         if pid == os.getpid():
             numbers.append(number)
 
+    # The signals would end the tests.
     monkeypatch.setattr(remote.os, "kill", kill)
     return numbers
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import random
 import re
+from itertools import product
 
 import pytest
 import yaml
@@ -27,16 +28,10 @@ SAMPLES = {
     "yaml": {**ACCELERATE, **ACCELERATE_REFUSED},
     "json": {**TRAINER, **TRAINER_REFUSED},
 }
-
-
-def rows_of(accelerate_table, trainer_table):
-    """Return (ending, name) of the samples of two tables."""
-    rows = [("yaml", name) for name in accelerate_table]
-    return rows + [("json", name) for name in trainer_table]
-
-
-CONVERTED = rows_of(ACCELERATE, TRAINER)
-REFUSED = rows_of(ACCELERATE_REFUSED, TRAINER_REFUSED)
+# Pairs of ending and name.
+CONVERTED = [*product(["yaml"], ACCELERATE), *product(["json"], TRAINER)]
+REFUSED = [*product(["yaml"], ACCELERATE_REFUSED), *product(["json"], TRAINER_REFUSED)]
+TRAINER_FIELDS = {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
 
 
 def write_file(folder, ending, content):
@@ -69,7 +64,7 @@ def test_load_names_the_command_that_converts(tmp_path):
 
 
 def test_load_recognises_every_field_of_the_trainer():
-    assert set(_TRAINER_FSDP) == {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
+    assert set(_TRAINER_FSDP) == TRAINER_FIELDS
 
 
 def resolve_file(file):
@@ -260,6 +255,7 @@ def test_sharding_is_that_of_the_trainer(tmp_path, name):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     arguments.fsdp = tree.get("fsdp", True)
     arguments.fsdp_config = tree.get("fsdp_config", tree if "fsdp" not in tree else None)
+    # A private method, because the public step needs processes.
     plugin = arguments._process_fsdp_args()
 
     config = load_foreign(write_file(tmp_path, "json", TRAINER[name]["file"]))
@@ -280,7 +276,7 @@ def test_every_documented_key_of_the_trainer_is_in_the_table():
 
     text = (TrainingArguments.__doc__ or "").partition("fsdp_config (`str` or `dict`")[2]
     names = set(re.findall(r"- (\w+) \(", text.partition("> DeepSpeed")[0]))
-    assert names <= {*(key.path for key in TRAINER_KEYS), *SHARDING_KEYS}
+    assert names <= TRAINER_FIELDS
 
 
 REFERRING = """

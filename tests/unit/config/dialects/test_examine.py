@@ -180,9 +180,12 @@ def check_ignored(key):
     assert resolve_tree(tree).model_dump(exclude={"sources"}) == expected
 
 
+def keys_with(status):
+    return {path: key for path, key in TABLE.items() if key.status is status}
+
+
 def test_a_meaningless_key_is_accepted_and_explained():
-    ignored = {path: key for path, key in TABLE.items() if key.status is Status.IGNORED}
-    check_rows(ignored, check_ignored)
+    check_rows(keys_with(Status.IGNORED), check_ignored)
 
 
 def check_refused(key):
@@ -197,8 +200,7 @@ def check_refused(key):
 
 
 def test_a_refused_key_is_refused_if_it_requests_something():
-    refused = {path: key for path, key in TABLE.items() if key.status is Status.REFUSED}
-    check_rows(refused, check_refused)
+    check_rows(keys_with(Status.REFUSED), check_refused)
 
 
 def check_wrong_type(key):
