@@ -247,7 +247,14 @@ REFUSALS = """
 
 
 def test_contradictions_are_refused():
-    check_refusals(REFUSALS, lambda text: resolve_tree(parse_tree(text)))
+    def use(text):
+        try:
+            resolve_tree(parse_tree(text))
+        except ConfigError as error:
+            assert len(error.problems) == 1
+            raise
+
+    check_refusals(REFUSALS, use)
     assert resolve_tree({"data_parallel_size": 4}).layout.dp == 4
 
 
