@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import yaml
 
 from plait.cli.main import main
 from plait.errors import PlaitError
@@ -72,6 +73,21 @@ def table(text, call):
         mistake, words, remedies = line.strip().split(" -> ")
         rows.append(Case((words,), partial(call, mistake), each(call, *remedies.split(" | "))))
     return rows
+
+
+def read_table(path, name, call):
+    """Return the cases of a table with `mistake`, `message` and `remedies` in a YAML file.
+
+    Args:
+        path: The file.
+        name: Name of the table.
+        call: Receives the text of a mistake or of a remedy.
+    """
+    cases = []
+    for row in yaml.safe_load(path.read_text("utf-8"))[name]:
+        remedy = each(call, *row["remedies"])
+        cases.append(Case((row["message"],), partial(call, row["mistake"]), remedy))
+    return cases
 
 
 def command(capsys):

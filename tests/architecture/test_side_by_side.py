@@ -48,12 +48,12 @@ def test_paths_and_what_needs_a_terminal_are_one_pytest(tests, monkeypatch):
     monkeypatch.setattr(tests, "side_by_side", lambda arguments: 7)
     assert tests.main(["-k", "topology"]) == tests.main(["--durations=50"]) == tests.main([]) == 7
     assert (
-        tests.main(["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"])
+        tests.main(["tests/unit/test_covers.py::test_other_rows_are_proof", "-x"])
         == tests.main(["--pdb"])
         == 0
     )
     assert (
-        calls[0][-2:] == ["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"]
+        calls[0][-2:] == ["tests/unit/test_covers.py::test_other_rows_are_proof", "-x"]
         and calls[1][-1] == "--pdb"
     )
 

@@ -1,4 +1,4 @@
-"""Values that come back from JSON as the types that they were."""
+"""Values survive JSON with their types."""
 
 import functools
 import json
@@ -15,21 +15,46 @@ from plait.errors import CheckpointError
 from tests.table import check_rows
 
 VALUES = [
-    None, True, -3, 0.1 + 0.2, math.inf, -math.inf, "text", [1, [2, "a"]], (1, (2.5, None)), {"a": {"b": 1}}, {4: 1, (1, 2): "x"},
-    {"$": "a key that marks"}, Counter({4: 1, 9: 2}), OrderedDict([("b", 1), ("a", 2)]), {1, 2, 3}, frozenset({"a"}), deque([1, 2]),
-    b"\x00\xff", 1 + 2j, np.float32(0.1), np.int64(7), torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]),
-]  # fmt: skip
+    None,
+    True,
+    -3,
+    0.1 + 0.2,
+    math.inf,
+    -math.inf,
+    "text",
+    [1, [2, "a"]],
+    (1, (2.5, None)),
+    {"a": {"b": 1}},
+    {4: 1, (1, 2): "x"},
+    # The key with which the encoding marks types.
+    {"$": "text"},
+    Counter({4: 1, 9: 2}),
+    OrderedDict([("b", 1), ("a", 2)]),
+    {1, 2, 3},
+    frozenset({"a"}),
+    deque([1, 2]),
+    b"\x00\xff",
+    1 + 2j,
+    np.float32(0.1),
+    np.int64(7),
+    torch.bfloat16,
+    torch.device("cpu"),
+    torch.Size([2, 3]),
+]
+
+
+def through_json(value, *context):
+    return exact.decode(json.loads(json.dumps(exact.encode(value))), *context)
 
 
 def check_survives(value):
-    found = exact.decode(json.loads(json.dumps(exact.encode(value))))
-    assert found == value and type(found) is type(value)
+    decoded = through_json(value)
+    assert decoded == value and type(decoded) is type(value)
     if isinstance(value, dict | list | tuple):
-        assert repr(found) == repr(value)
+        assert repr(decoded) == repr(value)
 
 
 def test_values_survive_exactly():
-    """A9: through JSON and back, value and type."""
     check_rows({repr(value): value for value in VALUES}, check_survives)
 
 
@@ -43,23 +68,30 @@ def test_tensors_survive_exactly(dtype):
         torch.empty(0, 2, dtype=dtype),
         torch.randn(3, 2).t().to(dtype),
     ):
-        found = exact.decode(json.loads(json.dumps(exact.encode(tensor))))
-        assert found.dtype == dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+        decoded = through_json(tensor)
+        assert decoded.dtype == dtype and decoded.shape == tensor.shape
+        assert torch.equal(decoded, tensor)
 
 
 def test_not_a_number_survives():
     assert math.isnan(exact.decode(exact.encode(math.nan)))
 
 
-def test_functions_are_the_readers_own():
-    """Code is not state: the reader's function at the same place is taken, wherever it stands."""
-    mine, theirs = (lambda step: 1.0), (lambda step: 2.0)
-    saved = {"fns": [theirs, None], "part": functools.partial(theirs, 1), "kind": (dict,)}
-    own = {"fns": [mine, None], "part": mine, "kind": (dict,)}
-    found = exact.decode(json.loads(json.dumps(exact.encode(saved))), own)
-    assert found == {"fns": [mine, None], "part": mine, "kind": (dict,)}
-    words = r"state.fns\[0\] was the function .*lambda.*, and in this run it is None"
-    with pytest.raises(CheckpointError, match=words):
+def test_functions_are_those_of_the_reader():
+    """Code is no state, so functions are taken from the reader's value."""
+
+    def saved_function(step):
+        return 2.0
+
+    def function(step):
+        return 1.0
+
+    partial = functools.partial(saved_function, 1)
+    saved = {"fns": [saved_function, None], "part": partial, "kind": (dict,)}
+    current = {"fns": [function, None], "part": function, "kind": (dict,)}
+    assert through_json(saved, current) == current
+    message = r"state.fns\[0\] was the function .*saved_function.*, and in this run it is None"
+    with pytest.raises(CheckpointError, match=message):
         exact.decode(exact.encode(saved), {"fns": [None]}, "state")
 
 
@@ -72,7 +104,7 @@ class Colour(Enum):
     [object(), torch.nn.Linear(1, 1), Colour.RED, torch.empty(2000, 2000)],
     ids=lambda v: type(v).__name__,
 )
-def test_what_cannot_be_kept_is_named(value):
+def test_other_values_are_refused_by_name(value):
     with pytest.raises(CheckpointError, match=r"state.inner\[0\] is a"):
         exact.encode({"inner": [value]}, "state")
 
@@ -85,6 +117,6 @@ def test_what_cannot_be_kept_is_named(value):
         {"$": "dict", "items": 3},
     ],
 )
-def test_foreign_forms_are_refused(value):
+def test_other_encodings_are_refused(value):
     with pytest.raises(CheckpointError, match="does not have a form that Plait writes"):
         exact.decode(value)

@@ -1,4 +1,4 @@
-"""Anonymous files, also with the Pythons of uv and conda, which lack the call."""
+"""Anonymous files exist also with the Pythons of uv and conda, which lack the call."""
 
 import fcntl
 import os
@@ -31,7 +31,7 @@ def test_an_anonymous_file(python, monkeypatch):
         os.close(descriptor)
 
 
-def test_what_the_kernel_refuses_is_an_os_error(monkeypatch):
+def test_a_refusal_of_the_kernel_is_an_os_error(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with pytest.raises(OSError, match="Invalid argument"):
         anonymous_file("a" * 300)

@@ -43,13 +43,13 @@ def test_probes_stand_before_what_mutants_change(mutants):
         assert [text.count(f"_probe({mutant.id!r})") for mutant in members] == [1] * len(members)
 
 
-def test_a_list_that_has_rotted_is_refused():
+def test_a_defect_that_does_not_apply_is_refused():
     mutant = Mutant("x", "nothing", "src/plait/sizes.py", "no such text", "other", "known")
     with pytest.raises(ValueError, match="occurs 0 times"):
         check([mutant])
 
 
-def test_results_are_read_as_they_were_written(tmp_path):
+def test_results_survive_their_file(tmp_path):
     file = tmp_path / "mutants.json"
     assert report.load(file) == ({}, "")
     test = "tests/unit/test_a.py::test_one[case]"

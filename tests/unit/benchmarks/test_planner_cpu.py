@@ -1,4 +1,4 @@
-"""`benchmarks/planner_cpu`: its layouts, and that its comparison finds a machine that the model can describe."""
+"""`benchmarks/planner_cpu` calibrates the planner to a machine, and predicts other layouts."""
 
 import numpy as np
 
@@ -10,24 +10,23 @@ from plait.planner.search import price, simulate_pipelines
 
 
 def machine(**factors):
-    """A machine whose constants are other than the shipped ones."""
+    """Return the calibration of a machine whose constants differ by the factors."""
     base = uncalibrated()
     values = dict(base.time.rates.values)
-    values |= {
-        name.replace("_", "."): values[name.replace("_", ".")] * factor
-        for name, factor in factors.items()
-    }
+    for name, factor in factors.items():
+        values[name.replace("_", ".")] *= factor
     return Calibration(Fit(base.time.names, Rates(values), base.time.covariance, 0.02), base.memory)
 
 
-def test_every_layout_is_of_all_processes_and_the_whole_batch():
+def test_every_layout_has_all_processes_and_the_full_batch():
     for case in CASES:
-        at = case.layout
-        dp = at["dp_replicate"] * at["dp_shard"]
-        assert at["tp"] * at["pp"] * dp == case.processes
-        assert at["micro_batch"] * at["accumulation"] * dp == BATCH
-    assert len({case.name for case in CASES}) == len(CASES)
-    assert set(QUICK) <= {case.name for case in CASES}
+        layout = case.layout
+        dp = layout["dp_replicate"] * layout["dp_shard"]
+        assert layout["tp"] * layout["pp"] * dp == case.processes
+        assert layout["micro_batch"] * layout["accumulation"] * dp == BATCH
+    names = {case.name for case in CASES}
+    assert len(names) == len(CASES)
+    assert set(QUICK) <= names
     assert 8 <= sum(case.seen for case in CASES) < len(CASES) / 2
 
 
@@ -38,16 +37,16 @@ def test_unseen_layouts_of_a_machine_that_differs_are_predicted():
     seconds = {}
     noise = np.random.default_rng(0)
     for case in CASES:
-        asked = request(case.processes)
-        exact = simulate_pipelines(asked, price(asked, [case.layout], calibration=truth), truth)[
-            0
-        ].seconds
-        seconds[case.name] = exact * float(np.exp(noise.normal(0, 0.015)))
-    found = report.compare(CASES, seconds)
-    assert found["unseen_uncalibrated"]["median"] > 0.15
-    assert found["unseen"]["median"] < 0.03 and found["unseen"]["max"] < 0.10
-    assert found["unseen"]["rows"] == sum(not case.seen for case in CASES)
-    page = report.section(
-        found | {"machine": {"cpu": "EPYC", "cores": 2, "versions": {"torch": "2"}}}
-    )
-    assert f"median error {found['unseen']['median']:.1%}" in page and page.count("| fitted |") == 9
+        case_request = request(case.processes)
+        choices = price(case_request, [case.layout], calibration=truth)
+        (exact,) = simulate_pipelines(case_request, choices, truth)
+        seconds[case.name] = exact.seconds * float(np.exp(noise.normal(0, 0.015)))
+
+    result = report.compare(CASES, seconds)
+    unseen = result["unseen"]
+    assert result["unseen_uncalibrated"]["median"] > 0.15
+    assert unseen["median"] < 0.03 and unseen["max"] < 0.10
+    assert unseen["rows"] == sum(not case.seen for case in CASES)
+    machine_facts = {"cpu": "EPYC", "cores": 2, "versions": {"torch": "2"}}
+    page = report.section(result | {"machine": machine_facts})
+    assert f"median error {unseen['median']:.1%}" in page and page.count("| fitted |") == 9

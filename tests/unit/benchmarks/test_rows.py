@@ -1,3 +1,5 @@
+"""Rows of published tables are read in all their spellings, or refused with a reason."""
+
 import pytest
 
 from benchmarks.planner_accuracy.row import count_of, network_bandwidth
@@ -43,9 +45,10 @@ def test_a_complete_row_is_read():
         ("ZeRO-2", 2, 4),
     ],
 )
-def test_sharding_as_tables_write_it(text, stage, shard):
-    at = layout(zero_or_fsdp=text)
-    assert (at["stage"], at["dp_shard"], at["dp_shard"] * at["dp_replicate"]) == (stage, shard, 4)
+def test_spellings_of_sharding(text, stage, shard):
+    degrees = layout(zero_or_fsdp=text)
+    assert (degrees["stage"], degrees["dp_shard"]) == (stage, shard)
+    assert degrees["dp_shard"] * degrees["dp_replicate"] == 4
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def test_sharding_as_tables_write_it(text, stage, shard):
         ("fp32", "fp32"),
     ],
 )
-def test_precision_as_tables_write_it(text, name):
+def test_spellings_of_precision(text, name):
     variant = variants(gpu="B200", precision=text)[0]
     assert variant.precision == PRECISIONS.index(name)
 
@@ -88,16 +91,17 @@ def test_width_of_a_head(changes, width):
         ("full on 5 layers (recompute_num_layers=5)", "full", 5 / 32),
     ],
 )
-def test_recomputation_as_tables_write_it(text, kind, share):
-    at = layout(recompute=text)
-    assert at["recompute"] == RECOMPUTE.index(kind) and 1 / at["every"] == pytest.approx(share)
+def test_spellings_of_recomputation(text, kind, share):
+    values = layout(recompute=text)
+    assert values["recompute"] == RECOMPUTE.index(kind)
+    assert 1 / values["every"] == pytest.approx(share)
 
 
-def test_what_is_left_open_is_tried():
-    tried = variants(micro_batch="", vpp="")
-    assert {v.layout["micro_batch"] for v in tried} == {1, 2, 4, 8, 16}
-    assert {v.layout["vpp"] for v in tried} == {1, 2, 4}
-    assert any("micro_batch 4" in v.assumed for v in tried)
+def test_open_values_become_variants():
+    open_variants = variants(micro_batch="", vpp="")
+    assert {v.layout["micro_batch"] for v in open_variants} == {1, 2, 4, 8, 16}
+    assert {v.layout["vpp"] for v in open_variants} == {1, 2, 4}
+    assert any("micro_batch 4" in v.assumed for v in open_variants)
 
 
 @pytest.mark.parametrize(
@@ -116,19 +120,28 @@ def test_what_is_left_open_is_tried():
         ({"gpus_total": ""}, "gpus_total is not given"),
     ],
 )
-def test_rows_that_cannot_be_priced_say_why(changes, expected):
+def test_rows_that_cannot_be_priced_have_a_reason(changes, expected):
     assert expected in reason(**changes)
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("8", 8), ("8.0", 8), ("8192 (packed)", 8192), ("128k", 131072), ("1,024", 1024), ("2e3", 2000),
-        *((text, None) for text in ("", "n/a", "0", "-4", "nan", "inf", "1.2.3")),
+        ("8", 8),
+        ("8.0", 8),
+        ("8192 (packed)", 8192),
+        ("128k", 131072),
+        ("1,024", 1024),
+        ("2e3", 2000),
     ],
-)  # fmt: skip
-def test_numbers_as_tables_write_them(text, number):
+)
+def test_spellings_of_numbers(text, number):
     assert count_of({"x": text}, "x") == number
+
+
+def test_other_texts_are_no_numbers():
+    for text in ("", "n/a", "0", "-4", "nan", "inf", "1.2.3"):
+        assert count_of({"x": text}, "x") is None, text
 
 
 def test_a_known_model_needs_no_sizes():
@@ -151,11 +164,11 @@ def test_a_known_model_needs_no_sizes():
         ("AWS EFA 400 Gb/s per node", 6.25),
     ],
 )
-def test_networks_as_tables_write_them(text, gb_s):
+def test_spellings_of_networks(text, gb_s):
     assert network_bandwidth(text, 8) == pytest.approx(gb_s * 1e9)
 
 
-def test_no_network_is_read_where_none_is_said():
+def test_a_text_without_a_network_has_none():
     assert network_bandwidth("single node", 8) is None and network_bandwidth("", 8) is None
 
 
@@ -167,7 +180,12 @@ def test_schedules_are_read_from_names():
 
 def test_measurements_and_their_units():
     assert measured_seconds({"derived_step_time_s": "3"}) == 3
-    rate = {"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}  # fmt: skip
+    rate = {
+        "tokens_per_s_per_gpu": "1000",
+        "global_batch": "10",
+        "seq_len": "1000",
+        "gpus_total": "5",
+    }
     assert measured_seconds(rate) == pytest.approx(2)
     assert measured_seconds({"step_time_s": "n/a"}) is None
     allocated = "max over ranks of torch max_memory_allocated, GiB -> GB (reserved 70 GiB)"

@@ -1,9 +1,10 @@
-"""The laboratory: refused with a sentence where it cannot be, gone after use, and counted by the kernel."""
+"""Two network namespaces on one machine stand for two nodes, and disappear after use."""
 
 import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.two_nodes import __main__ as command
@@ -14,10 +15,11 @@ NAMESPACES = Path("/run/netns")
 
 
 def namespaces():
-    return {path.name for path in NAMESPACES.glob(f"{PREFIX}*")} if NAMESPACES.is_dir() else set()
+    """Return the names of all namespaces of labs."""
+    return {path.name for path in NAMESPACES.glob(f"{PREFIX}*")}
 
 
-def possible():
+def is_possible():
     try:
         with lab():
             return True
@@ -38,55 +40,65 @@ def test_needs_iproute2(monkeypatch):
         pass
 
 
-@pytest.mark.skipif(not possible(), reason="network namespaces cannot be made here")
-def test_bytes_cross_the_link_at_its_rate_and_nothing_stays():
-    """64 KB from one node to the other, through processes that entered them."""
+RECEIVE = f"""
+server = socket.create_server(({ADDRESSES[1]!r}, 5555))
+print("up", flush=True)
+connection, _ = server.accept()
+while connection.recv(65536):
+    pass
+"""
+SEND = f"""
+connection = socket.create_connection(({ADDRESSES[1]!r}, 5555))
+connection.sendall(bytes(65536))
+connection.close()
+"""
+
+
+def python_on(node, code):
+    """Return the command of a process that enters a node and runs code there."""
+    root = str(Path(network.__file__).parents[2])
+    setup = f"""
+import sys, socket
+sys.path.insert(0, {root!r})
+from benchmarks.two_nodes.network import enter
+enter({node!r})
+"""
+    return ["python3", "-c", setup + code]
+
+
+@pytest.mark.skipif(not is_possible(), reason="network namespaces cannot be made here")
+def test_bytes_between_the_nodes_are_counted():
     before = namespaces()
-    with lab() as found:
-        assert {*found.nodes} <= namespaces()
-        found.shape("100mbit")
-        code = (
-            "import sys, socket; sys.path.insert(0, {root!r}); from benchmarks.two_nodes.network import enter; enter({node!r}); {rest}"
-        ).format
-        root = str(Path(network.__file__).parents[2])
-        receive = "s = socket.create_server(({0!r}, 5555)); print('up', flush=True); c = s.accept()[0]\nwhile c.recv(65536): pass"
-        listener = subprocess.Popen(
-            [
-                "python3",
-                "-c",
-                code(root=root, node=found.nodes[1], rest=receive.format(ADDRESSES[1])),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert listener.stdout is not None and listener.stdout.readline() == "up\n"
-            sent = found.sent_bytes()
-            send = f"c = socket.create_connection(({ADDRESSES[1]!r}, 5555)); c.sendall(bytes(65536)); c.close()"
-            subprocess.run(
-                ["python3", "-c", code(root=root, node=found.nodes[0], rest=send)],
-                check=True,
-                timeout=30,
-            )
-            listener.wait(30)
-        finally:
-            listener.kill()
-        there = [now - then for now, then in zip(found.sent_bytes(), sent, strict=True)]
-        assert 65536 < there[0] < 75000, "the payload and its headers"
-        assert there[1] < 10000, "acknowledgements"
+    with lab() as nodes:
+        assert set(nodes.nodes) <= namespaces()
+        nodes.shape("100mbit")
+        with subprocess.Popen(
+            python_on(nodes.nodes[1], RECEIVE), stdout=subprocess.PIPE, text=True
+        ) as listener:
+            try:
+                assert listener.stdout.readline() == "up\n"
+                start = nodes.sent_bytes()
+                subprocess.run(python_on(nodes.nodes[0], SEND), check=True, timeout=30)
+                listener.wait(30)
+            finally:
+                listener.kill()
+        sender, receiver = np.subtract(nodes.sent_bytes(), start)
+        # The payload and its headers, and acknowledgements.
+        assert 65536 < sender < 75000
+        assert receiver < 10000
     assert namespaces() == before
 
 
-@pytest.mark.skipif(not possible(), reason="network namespaces cannot be made here")
-def test_what_a_killed_run_left_is_removed():
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    subprocess.run(["ip", "netns", "add", f"{PREFIX}{gone.pid}a"], check=True)
+@pytest.mark.skipif(not is_possible(), reason="network namespaces cannot be made here")
+def test_namespaces_of_a_killed_run_are_removed():
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    subprocess.run(["ip", "netns", "add", f"{PREFIX}{killed.pid}a"], check=True)
     with lab():
-        assert f"{PREFIX}{gone.pid}a" not in namespaces()
+        assert f"{PREFIX}{killed.pid}a" not in namespaces()
     assert f"{PREFIX}{os.getpid()}a" not in namespaces()
 
 
-def test_entering_what_is_not_there():
+def test_entering_a_node_that_does_not_exist():
     with pytest.raises(OSError):
         enter(f"{PREFIX}-none")

@@ -1,4 +1,4 @@
-"""Commands that tests run in this process, and what they are asked for."""
+"""Command lines that tests run in this process."""
 
 import shlex
 
@@ -9,9 +9,9 @@ PLAN = "plan --model llama-3-8b --world-size 16 --gpu h100 --batch 64 --seq 2048
 SMALL_PLAN = "plan --model gpt2 --world-size 2 --gpu h100 --batch 4 --seq 512"
 
 
-def run(line, *more):
-    """Return the exit code of `plait`."""
+def run(line, *arguments):
+    """Run `plait` with a line and further arguments, and return its exit code."""
     try:
-        return int(main([*shlex.split(line), *map(str, more)]) or 0)
+        return int(main([*shlex.split(line), *map(str, arguments)]) or 0)
     except SystemExit as end:
         return int(end.code or 0)

@@ -1,4 +1,4 @@
-"""`plait calibrate`: what it writes and refuses, and that `plait plan` takes it."""
+"""`plait calibrate` measures a machine, and `plait plan` uses the result."""
 
 import json
 
@@ -17,29 +17,26 @@ from plait.planner.calibrate import (
 )
 from tests.unit.cli.commands import PLAN, run
 from tests.unit.cli.planning import runs_file
+from tests.unit.planner.jobs import llama
 from tests.unit.planner.rows import measured
 
-TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip
+TINY = llama(num_key_value_heads=4, max_position_embeddings=16, tie_word_embeddings=False)
 
 
-def seconds(capsys, *more):
-    """(the best plan's step, the notes)."""
+def plan_seconds(capsys, *options):
+    """Return the seconds per step of the best layout, and the notes of the plan."""
     capsys.readouterr()
-    assert run(f"{PLAN} --json", *more) == 0
-    told = json.loads(capsys.readouterr().out)
-    return told["best"][0]["step"]["seconds"], told["notes"]
+    assert run(f"{PLAN} --json", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    return report["best"][0]["step"]["seconds"], report["notes"]
 
 
-def test_a_plan_takes_the_constants_of_its_device_alone(tmp_path, capsys):
+def test_a_plan_uses_a_calibration_of_its_device(tmp_path, capsys):
     out = tmp_path / "h100.json"
-    save_calibration(
-        out,
-        calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)])),
-        CalibrationOrigin("h100"),
-    )
-    before, notes = seconds(capsys)
-    after, _ = seconds(capsys, "--calibrate", out)
+    calibration = calibrate(runs_of([measured(factor=1.4, index=index) for index in range(3)]))
+    save_calibration(out, calibration, CalibrationOrigin("h100"))
+    before, notes = plan_seconds(capsys)
+    after, _ = plan_seconds(capsys, "--calibrate", out)
     assert not notes and after > 1.2 * before
     assert run("plan --model gpt2 --world-size 8 --gpu a100 --calibrate", out) == 2
     assert "calibration of h100, but the plan is for a100" in capsys.readouterr().err
@@ -48,27 +45,32 @@ def test_a_plan_takes_the_constants_of_its_device_alone(tmp_path, capsys):
 
 
 def test_a_live_calibration_of_one_process(tmp_path, capsys, monkeypatch):
+    # A small model, because the command measures for minutes otherwise.
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"
-    monkeypatch.setattr(command, "_MAX_WAITING_SHARE", -1.0)  # always told
+    # A machine that is always reported as disturbed, and the part of the command that a process
+    # runs, without a launcher.
+    monkeypatch.setattr(command, "_MAX_WAITING_SHARE", -1.0)
     command._run_process(str(out), "1", "1")
-    shown = capsys.readouterr()
-    assert "of a disturbed machine" in shown.err
+    printed = capsys.readouterr()
+    assert "of a disturbed machine" in printed.err
     for text in ("GFLOP/s", "GB/s", "gemm.cpu", "rates measured", "error left out"):
-        assert text in shown.out, text
-    assert "all-reduce" not in shown.out
+        assert text in printed.out, text
+    assert "all-reduce" not in printed.out
     calibration, origin = load_calibration(out)
     assert (origin.gpu, origin.machine) == ("cpu", machine_name(1))
     assert origin.facts["runs"] == calibration.time.rows == 4
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
-    asked = "plan --world-size 1 --gpu cpu --batch 4 --seq 16 --nproc-per-node 1 --calibrate"
-    assert run(asked, out, "--model", model) == 0
+    line = "plan --world-size 1 --gpu cpu --batch 4 --seq 16 --nproc-per-node 1 --calibrate"
+    assert run(line, out, "--model", model) == 0
 
 
-def test_steps_that_wait_are_told_apart_from_steps_that_compute():
-    busy, waiting = TimedSteps((1.0, 1.0), (1.0, 0.98)), TimedSteps((2.0, 2.0), (1.0, 1.0))
+def test_share_of_a_step_that_a_process_waits():
+    # Seconds of the clock and of the processor.
+    busy = TimedSteps((1.0, 1.0), (1.0, 0.98))
+    waiting = TimedSteps((2.0, 2.0), (1.0, 1.0))
     assert live.waiting_share([busy]) == pytest.approx(0.01)
     assert live.waiting_share([busy, waiting]) == pytest.approx(1 - 3.98 / 6)
     assert live.waiting_share([TimedSteps((1.0,), (1.1,))]) == 0

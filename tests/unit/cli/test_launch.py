@@ -1,14 +1,20 @@
+"""`plait launch` starts processes on this machine, or on the machines of a hostfile.
+
+Mistakes in its arguments are in advice.yaml.
+"""
+
 import dataclasses
 import socket
 
 import pytest
 
-from plait.cli import launch as verb
-from plait.cli import main as command
+from plait.cli import launch as launch_module
 from plait.cli.launching import remote
 from plait.cli.launching.launch_settings import LaunchSettings, check
 from plait.errors import ConfigError
-from tests.table import check_rows
+from tests.unit.cli.commands import run
+
+HOSTNAME = socket.gethostname()
 
 
 @pytest.fixture
@@ -19,146 +25,133 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch, environments):
-    """Commands and settings that would have been started on this machine."""
+def started(monkeypatch):
+    """Return the list of (command, settings, environment) that would have been started here."""
     calls = []
 
-    def start(command, settings, **rest):
+    def start(command, settings, environment=None, **_):
         check(settings)
-        calls.append((list(command), settings))
-        environments.append(rest.get("environment"))
+        calls.append((list(command), settings, environment))
         return 0
 
-    monkeypatch.setattr(verb, "_start", start)
+    # The function behind it starts processes.
+    monkeypatch.setattr(launch_module, "_start", start)
     return calls
-
-
-@pytest.fixture
-def environments():
-    return []
 
 
 @pytest.fixture
 def started_remote(monkeypatch):
-    calls = []
-    monkeypatch.setattr(remote, "run", lambda there: calls.append(there) or 0)
-    return calls
+    """Return the list of launches that would have been started by SSH."""
+    launches = []
+    monkeypatch.setattr(remote, "run", lambda launch: launches.append(launch) or 0)
+    return launches
 
 
-def _plait(*arguments):
-    with pytest.raises(SystemExit) as caught:
-        command.main(["launch", *arguments])
-    return caught.value.code
+def launch(line):
+    """Run `plait launch`, and return its exit code."""
+    return run(f"launch {line}")
 
 
-def test_what_stands_after_the_script_is_the_scripts(script, started):
-    rest = ["--nproc-per-node", "9", "-m", "--help", "--", "x"]
-    assert _plait("--nproc-per-node", "3", script, *rest) == 0
-    assert started == [(["train.py", *rest], LaunchSettings(processes=3))]
+def test_arguments_after_the_script_belong_to_the_script(script, started):
+    arguments = "--nproc-per-node 9 -m --help -- x"
+    assert launch(f"--nproc-per-node 3 {script} {arguments}") == 0
+    command = ["train.py", *arguments.split()]
+    assert started == [(command, LaunchSettings(processes=3), None)]
 
 
 def test_a_module(started):
-    assert _plait("--nproc-per-node", "1", "-m", "pkg.train", "-m") == 0
+    assert launch("--nproc-per-node 1 -m pkg.train -m") == 0
     assert started[0][0] == ["-m", "pkg.train", "-m"]
 
 
-def test_every_option_arrives(script, started):
-    elastic = "--nproc-per-node 4 --nnodes 2:3 --rdzv-endpoint a:1 --rdzv-id job --max-restarts 5 --grace 7 --timeout 8"
-    _plait(*elastic.split(), script)
-    meeting = LaunchSettings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job")
-    seconds = {"grace_seconds": 7, "timeout_seconds": 8}
-    assert started[0][1] == dataclasses.replace(meeting, max_restarts=5, **seconds)
-    fixed = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr a --master-port 5"
-    _plait(*fixed.split(), script)
+def test_options_become_settings(script, started):
+    rendezvous = "--nnodes 2:3 --rdzv-endpoint a:1 --rdzv-id job"
+    launch(f"--nproc-per-node 4 {rendezvous} --max-restarts 5 --grace 7 --timeout 8 {script}")
+    settings = LaunchSettings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job", max_restarts=5)
+    settings = dataclasses.replace(settings, grace_seconds=7, timeout_seconds=8)
+    assert started[0][1] == settings
+    launch(f"--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr a --master-port 5 {script}")
     assert started[1][1] == LaunchSettings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
 
 
-def test_one_process_a_device_by_default(script, started, monkeypatch):
-    monkeypatch.setattr(verb, "default_processes", lambda: 6)
-    _plait(script)
+def test_one_process_per_device_by_default(script, started, monkeypatch):
+    monkeypatch.setattr(launch_module, "default_processes", lambda: 6)
+    launch(script)
     assert started[0][1].processes == 6
 
 
-MISTAKES = {
-    "": "no script to launch",
-    "-m": "no module to launch",
-    "missing.py": "missing.py: no such script",
-    "--nnodes x train.py": "--nnodes = 'x'",
-    "-i a train.py": "--include: is for the machines of a hostfile",
-    "--no-ssh train.py": "--no-ssh",
-    "--export A train.py": "--export",
-    "-H hosts --nnodes 2 train.py": "--nnodes = '2': given together with --hostfile",
-    "-H hosts --node-rank 0 train.py": "--node-rank = 0: given together",
-    "-H hosts --max-restarts 2 train.py": "--max-restarts = 2: given together",
-    "-H hosts train.py": "hostfile hosts: No such file",
-}
+@pytest.mark.parametrize("option", ["--node-rank 0", "--max-restarts 2"])
+def test_options_that_a_hostfile_decides_are_refused(option, script, started_remote, capsys):
+    assert launch(f"-H hosts {option} {script}") == 2
+    assert f"{option.replace(' ', ' = ')}: given together" in capsys.readouterr().err
+    assert not started_remote
 
 
-@pytest.mark.usefixtures("script")
-def test_mistakes_are_told_before_anything_starts(started, started_remote, capsys):
-    def check(row):
-        assert _plait(*row[0].split()) == 2
-        assert row[1] in capsys.readouterr().err
-        assert not started and not started_remote
-
-    check_rows({row[0]: row for row in MISTAKES.items()}, check)
+def test_other_commands_check_the_number_of_processes():
     with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
-        verb.run(["x"], LaunchSettings(0))
+        launch_module.run(["x"], LaunchSettings(0))
 
 
-class TestHostfile:
-    @pytest.fixture
-    def hosts(self, script, tmp_path):
-        (tmp_path / "hosts").write_text(f"192.0.2.7 slots=4\n{socket.gethostname()} slots=2\n")
-        return "hosts"
-
-    def test_several_machines_by_ssh(self, hosts, started_remote, monkeypatch):
-        monkeypatch.setenv("WANDB_MODE", "off")
-        monkeypatch.setenv("NCCL_DEBUG", "INFO")
-        _plait("-H", hosts, "--export", "WANDB_MODE", "--grace", "9", "train.py", "-x")
-        there = started_remote[0]
-        assert [host.name for host in there.hosts] == ["192.0.2.7", socket.gethostname()]
-        assert there.command == ("train.py", "-x")
-        assert (there.master_addr, there.master_port) == ("192.0.2.7", 29500)
-        assert (there.grace_seconds, there.processes) == (9, None)
-        assert {"WANDB_MODE": "off", "NCCL_DEBUG": "INFO"}.items() <= there.exported.items()
-
-    def test_by_hand_on_each_machine(self, hosts, started):
-        _plait("-H", hosts, "--no-ssh", "--master-port", "77", "train.py")
-        meeting = {"node_rank": 1, "master_addr": "192.0.2.7", "master_port": 77}
-        assert started[0][1] == LaunchSettings(2, 2, 2, **meeting)
-
-    def test_this_machine_alone_is_not_reached_by_ssh(self, hosts, started, environments):
-        _plait("-H", hosts, "-i", f"{socket.gethostname()}:1", "train.py")
-        assert started[0][1] == LaunchSettings(1)
-        assert environments[0]["CUDA_VISIBLE_DEVICES"] == "1"
-
-    def test_another_machine_alone_is(self, hosts, started_remote):
-        _plait("-H", hosts, "-e", socket.gethostname(), "train.py")
-        assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
-
-    def test_by_hand_on_a_machine_that_is_not_in_it(self, hosts, capsys):
-        assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
-        assert "the hostfile lists 192.0.2.7, but not this machine" in capsys.readouterr().err
+@pytest.fixture
+def hosts(script, tmp_path):
+    """Return a hostfile of another machine with 4 slots, and this one with 2."""
+    (tmp_path / "hosts").write_text(f"192.0.2.7 slots=4\n{HOSTNAME} slots=2\n")
+    return "hosts"
 
 
-def test_run_for_other_verbs(started):
-    assert verb.run(["plait.x", "a.json"], LaunchSettings(2, grace_seconds=5)) == 0
-    assert started == [(["-m", "plait.x", "a.json"], LaunchSettings(2, grace_seconds=5))]
+def test_machines_of_a_hostfile_are_started_by_ssh(hosts, started_remote, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "off")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    launch(f"-H {hosts} --export WANDB_MODE --grace 9 train.py -x")
+    (call,) = started_remote
+    assert [host.name for host in call.hosts] == ["192.0.2.7", HOSTNAME]
+    assert call.command == ("train.py", "-x")
+    assert (call.master_addr, call.master_port) == ("192.0.2.7", 29500)
+    assert (call.grace_seconds, call.processes) == (9, None)
+    assert {"WANDB_MODE": "off", "NCCL_DEBUG": "INFO"}.items() <= call.exported.items()
 
 
-def test_devices_of_this_machine_without_a_hostfile(script, started, environments, monkeypatch):
-    """DeepSpeed's `--include localhost:1`."""
-    monkeypatch.setattr(verb, "default_processes", lambda: 4)
-    assert _plait("--include", "localhost:1,3", script) == 0
-    assert _plait("--exclude", "localhost:0", script) == 0
-    assert [settings.processes for _, settings in started] == [2, 3]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["1,3", "1,2,3"]
-    assert _plait("--include", "localhost:0", "--nnodes", "2", script) == 2
+def test_no_ssh_starts_the_part_of_this_machine(hosts, started):
+    launch(f"-H {hosts} --no-ssh --master-port 77 train.py")
+    rendezvous = {"node_rank": 1, "master_addr": "192.0.2.7", "master_port": 77}
+    assert started[0][1] == LaunchSettings(2, 2, 2, **rendezvous)
 
 
-def test_the_first_machine_is_met_without_its_user(script, started_remote, tmp_path):
+def test_no_ssh_on_a_machine_outside_of_the_hostfile(hosts, capsys):
+    assert launch(f"-H {hosts} -i 192.0.2.7 --no-ssh train.py") == 2
+    assert "the hostfile lists 192.0.2.7, but not this machine" in capsys.readouterr().err
+
+
+def test_this_machine_alone_needs_no_ssh(hosts, started):
+    launch(f"-H {hosts} -i {HOSTNAME}:1 train.py")
+    _, settings, environment = started[0]
+    assert settings == LaunchSettings(1)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_another_machine_alone_is_started_by_ssh(hosts, started_remote):
+    launch(f"-H {hosts} -e {HOSTNAME} train.py")
+    assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
+
+
+def test_the_address_of_the_first_machine_has_no_user(script, started_remote, tmp_path):
     (tmp_path / "hosts").write_text("root@a slots=2\nb slots=2\n")
-    assert _plait("--hostfile", "hosts", script) == 0
-    (there,) = started_remote
-    assert there.master_addr == "a" and remote.ssh_command(there, 0)[4] == "root@a"
+    assert launch(f"--hostfile hosts {script}") == 0
+    (call,) = started_remote
+    assert call.master_addr == "a" and remote.ssh_command(call, 0)[4] == "root@a"
+
+
+def test_localhost_selects_devices_without_a_hostfile(script, started, monkeypatch):
+    """DeepSpeed has the same `--include localhost:1`."""
+    monkeypatch.setattr(launch_module, "default_processes", lambda: 4)
+    for option, devices in (("--include localhost:1,3", "1,3"), ("--exclude localhost:0", "1,2,3")):
+        assert launch(f"{option} {script}") == 0
+        _, settings, environment = started.pop()
+        assert settings.processes == len(devices.split(","))
+        assert environment["CUDA_VISIBLE_DEVICES"] == devices
+
+
+def test_run_for_other_commands(started):
+    settings = LaunchSettings(2, grace_seconds=5)
+    assert launch_module.run(["plait.x", "a.json"], settings) == 0
+    assert started == [(["-m", "plait.x", "a.json"], settings, None)]

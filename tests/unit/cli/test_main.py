@@ -1,7 +1,10 @@
+"""`plait` lists its commands quickly, and turns errors into messages and exit codes."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,18 +12,15 @@ import typer
 
 from plait.cli import main as command
 from plait.errors import CheckpointError, ConfigError, Problem
+from tests.unit.cli.commands import run
 
 
-def _exit(arguments):
-    with pytest.raises(SystemExit) as caught:
-        command.main(arguments)
-    return caught.value.code
-
-
-def test_help_names_every_verb_and_imports_no_torch():
-    """Neither the modules of the verbs, nor the schedules that torch does not generate, import it."""
-    targets = [target for target, _ in command.COMMANDS.values()]
-    modules = [target.partition(":")[0] for target in targets if "config" not in target]
+def test_help_lists_all_commands_and_imports_no_torch():
+    """Modules of the commands do not import torch, nor do schedules that Plait makes."""
+    modules = []
+    for target, _ in command.COMMANDS.values():
+        if "config" not in target:
+            modules.append(target.partition(":")[0])
     code = f"""
 import importlib, sys
 from plait.cli.main import main
@@ -30,92 +30,103 @@ for arguments in (["--help"], ["schedule", "1f1b", "--json"]):
 for name in {modules}: importlib.import_module(name)
 print("torch" in sys.modules)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     for verb, (_, line) in command.COMMANDS.items():
-        assert verb in done.stdout
-        assert line.split(",")[0][:30] in done.stdout
-    lines = done.stdout.splitlines()
+        assert verb in process.stdout
+        assert line.split(",")[0][:30] in process.stdout
+    lines = process.stdout.splitlines()
     assert lines.count("0 False False") == 2 and lines[-1] == "False"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "suggestion"),
     [
         ("trian", "train"),
         ("--nope", "--nope"),
         ("launch --nproc-per-nod 2 x.py", "--nproc-per-node"),
     ],
 )
-def test_typing_errors_name_the_nearest(arguments, words, capsys):
-    assert _exit(arguments.split()) == 2
-    assert words in capsys.readouterr().err
+def test_typos_get_a_similar_name(line, suggestion, capsys):
+    assert run(line) == 2
+    assert suggestion in capsys.readouterr().err
 
 
 def test_closed_standard_streams(monkeypatch):
-    """A chat finds the end of its input, and the command ends well without a place for output."""
+    """`plait chat` must see the end of its input, and output must not fail."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert _exit(["--version"]) == 0
+    assert run("--version") == 0
     assert sys.stdin.readline() == ""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.close()
 
 
-def test_no_verb_is_left_out():
-    files = Path(command.__file__).parent.glob("*.py")
+def test_every_module_is_a_command():
     shared = ("__init__", "main", "options", "terminal")
-    modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in shared}
+    modules = set()
+    for file in Path(command.__file__).parent.glob("*.py"):
+        if file.stem not in shared:
+            modules.add(f"plait.cli.{file.stem}")
     assert modules == {target.partition(":")[0] for target, _ in command.COMMANDS.values()}
 
 
-class TestErrors:
-    @pytest.fixture
-    def failing(self, monkeypatch, tmp_path):
-        raised: dict[str, Exception] = {}
-        app = typer.Typer()
+@pytest.fixture
+def fail(monkeypatch):
+    """Return a function that runs `plait launch` with an error inside, and returns the code."""
+    app = typer.Typer()
+    errors = []
 
-        @app.command()
-        def fail():
-            raise raised["it"]
+    @app.command()
+    def raise_error():
+        raise errors[-1]
 
-        module = type(sys)("plait_test_verb")
-        module.app = app  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "plait_test_verb", module)
-        monkeypatch.setitem(command.COMMANDS, "launch", ("plait_test_verb:app", "Fails."))
-        return raised
+    module = types.ModuleType("plait_test_command")
+    module.app = app
+    monkeypatch.setitem(sys.modules, "plait_test_command", module)
+    monkeypatch.setitem(command.COMMANDS, "launch", ("plait_test_command:app", "Fails."))
 
-    @pytest.mark.parametrize(
-        ("error", "code", "text"),
-        [
-            (ConfigError(Problem("a", 1, "r", "m"), Problem("b", None, "s", "n")), 2, "plait: a = 1: r; m\nplait: b: s; n\n"),
-            (CheckpointError("gone"), 4, "plait: gone\n"),
-        ],
-    )  # fmt: skip
-    def test_a_plait_error_is_told_without_a_traceback(self, failing, capsys, error, code, text):
-        failing["it"] = error
-        assert _exit(["launch"]) == code
-        assert capsys.readouterr().err == text
+    def run_with(error):
+        errors.append(error)
+        return run("launch")
 
-    def test_a_defect_keeps_its_traceback(self, failing):
-        failing["it"] = ZeroDivisionError("a defect")
-        with pytest.raises(ZeroDivisionError):
-            command.main(["launch"])
+    return run_with
 
-    def test_ctrl_c(self, failing):
-        failing["it"] = KeyboardInterrupt()  # type: ignore[assignment]
-        assert _exit(["launch"]) == 130
+
+PROBLEMS = ConfigError(Problem("a", 1, "r", "m"), Problem("b", None, "s", "n"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (PROBLEMS, 2, "plait: a = 1: r; m\nplait: b: s; n\n"),
+        (CheckpointError("gone"), 4, "plait: gone\n"),
+    ],
+)
+def test_errors_of_plait_have_no_traceback(fail, capsys, error, code, text):
+    assert fail(error) == code
+    assert capsys.readouterr().err == text
+
+
+def test_ctrl_c_has_the_exit_code_of_a_shell(fail):
+    assert fail(KeyboardInterrupt()) == 130
+
+
+def test_a_defect_keeps_its_traceback(fail):
+    with pytest.raises(ZeroDivisionError):
+        fail(ZeroDivisionError("a defect"))
 
 
 @pytest.mark.parametrize("verb", [*command.COMMANDS, "config explain", "config schema"])
-def test_help_is_a_screen(verb, capsys, monkeypatch):
-    """At 100 columns, 40 lines; and a default that is told in words is not taken for markup."""
+def test_help_fits_on_a_screen(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert _exit([*verb.split(), "--help"]) == 0
-    shown = capsys.readouterr().out.strip().splitlines()
-    assert f"Usage: plait {verb}" in "".join(shown)
-    assert not any("<bool>" in line for line in shown), "an option without a value shows a type"
-    assert len(shown) <= 40, f"{len(shown)} lines"
+    assert run(f"{verb} --help") == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert f"Usage: plait {verb}" in "".join(lines)
+    # Options without a value show no type.
+    assert not any("<bool>" in line for line in lines)
+    assert len(lines) <= 40
     if verb == "layout":
-        assert "(default:" in "".join(shown)
+        # A default in words is not read as markup.
+        assert "(default:" in "".join(lines)

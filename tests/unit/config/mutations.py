@@ -1,4 +1,4 @@
-"""Configurations that are wrong in ways that nobody lists: files of the kinds that projects publish, changed at random from a seed."""
+"""Random changes of published configurations, for errors that no table lists."""
 
 from __future__ import annotations
 
@@ -35,89 +35,99 @@ TRAINED: dict[str, Any] = {
 }
 BASES = [TRAINED, *(row["file"] for row in (ACCEPTED | REFUSED).values())]
 
-LONG = "9" * 5000
+LONG_NUMBER = "9" * 5000
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 3, 7, 0.5, -0.25, 1e-9, 1e300, 2**31, 2**40, 2**63, 10**18, 10**29, 10**320,
-    math.inf, -math.inf, math.nan, "", " ", "auto", "x", "8", "1e-4", "true", "nan", "1e999", "-1", "\ud800", "\x00", "a\x00b",
-    "\u202e", "é", "x" * 3000, LONG, [], {}, [[]], [1, "x", None], [0.9], {"enabled": True}, {"stage": 3}, {"": 1}, [{}], "none", "cpu",
+    None, True, False, 0, -1, 1, 3, 7, 0.5, -0.25, 1e-9, 1e300, 2**31, 2**40, 2**63, 10**18, 10**29,
+    10**320, math.inf, -math.inf, math.nan, "", " ", "auto", "x", "8", "1e-4", "true", "nan",
+    "1e999", "-1", "\ud800", "\x00", "a\x00b", "\u202e", "é", "x" * 3000, LONG_NUMBER, [], {}, [[]],
+    [1, "x", None], [0.9], {"enabled": True}, {"stage": 3}, {"": 1}, [{}], "none", "cpu",
 )  # fmt: skip
-TEXTS = ("{", "}", "[", "]", ",", ":", '"', "\\", "\\ud800", "//", "/*", "#", "\n", "\t", "\x00", "&a", "*a", "!!int ", "- ", "? ", "| ",
-"é", LONG, "[" * 3000, '{"a":' * 1500, "1e", "0x1", "-")  # fmt: skip
+SNIPPETS = (
+    "{", "}", "[", "]", ",", ":", '"', "\\", "\\ud800", "//", "/*", "#", "\n", "\t", "\x00", "&a",
+    "*a", "!!int ", "- ", "? ", "| ", "é", LONG_NUMBER, "[" * 3000, '{"a":' * 1500, "1e", "0x1",
+    "-",
+)  # fmt: skip
+SECTIONS = ["model", "parallel", "zero_optimization", "optimizer", "run", "data", "fp16", "x"]
 
 
-def places(tree, at=()):
-    """Paths of everything inside, not deeper than a file goes."""
-    if len(at) > 8:
+def paths_inside(tree, prefix=()):
+    """Return the paths of all values inside a tree, up to the depth that files have."""
+    children: Any = ()
+    if len(prefix) > 8:
         return []
-    inside = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
-    return [path for key, value in inside for path in ((*at, key), *places(value, (*at, key)))]
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, list):
+        children = enumerate(tree)
+
+    paths = []
+    for key, value in children:
+        path = (*prefix, key)
+        paths += [path, *paths_inside(value, path)]
+    return paths
 
 
 def change(draw, tree):
-    """One change of the tree, in place."""
-    path = draw.choice(places(tree) or [("train_batch_size",)])
-    here: Any = tree
+    """Change one value or name of a tree in place."""
+    path = draw.choice(paths_inside(tree) or [("train_batch_size",)])
+    container: Any = tree
     for key in path[:-1]:
-        here = here[key]
-    kind, key = draw.randrange(8), path[-1]
+        container = container[key]
+
+    kind = draw.randrange(8)
+    key = path[-1]
     if kind < 4:
-        here[key] = copy.deepcopy(draw.choice(VALUES))
-    elif kind == 4 and isinstance(here, dict):
+        container[key] = copy.deepcopy(draw.choice(VALUES))
+    elif kind == 4 and isinstance(container, dict):
         name = str(key)
-        at = draw.randrange(len(name) + 1)
-        here[
-            name[:at]
-            + draw.choice(["", "x", "_", ".", " ", "\ud800", "\x00", "-"])
-            + name[at + 1 :]
-        ] = here.pop(key)
+        position = draw.randrange(len(name) + 1)
+        letter = draw.choice(["", "x", "_", ".", " ", "\ud800", "\x00", "-"])
+        container[name[:position] + letter + name[position + 1 :]] = container.pop(key)
     elif kind == 5:
-        del here[key]
+        del container[key]
+    elif kind == 6 and draw.random() < 0.5:
+        container[key] = {"a": {"b": {"c": container[key]}}}
     elif kind == 6:
-        here[key] = (
-            {"a": {"b": {"c": here[key]}}} if draw.random() < 0.5 else [here[key], here[key]]
-        )
-    elif isinstance(here, dict):
-        deep: Any = draw.choice(VALUES)
+        container[key] = [container[key], container[key]]
+    elif isinstance(container, dict):
+        nested: Any = draw.choice(VALUES)
         for _ in range(draw.choice([3, 70, 400])):
-            deep = {"x": deep}
-        here[
-            draw.choice(
-                ["model", "parallel", "zero_optimization", "optimizer", "run", "data", "fp16", "x"]
-            )
-        ] = deep
+            nested = {"x": nested}
+        container[draw.choice(SECTIONS)] = nested
 
 
 def mutated(seed, *, trained=False):
-    """(ending, content, values of --set). trained: of a file that `plait train` runs."""
+    """Return a mutated file.
+
+    Args:
+        seed: Determines the file.
+        trained: Whether to change a file that `plait train` runs, and not any published one.
+
+    Returns:
+        The ending of the file, its content, and values of `--set`.
+    """
     draw = random.Random(seed)
     tree = copy.deepcopy(TRAINED if trained else draw.choice(BASES))
     for _ in range(draw.choice([0, 1, 1, 2, 3])):
         change(draw, tree)
+
     text = json.dumps(tree, indent=draw.choice([None, 1]))
     if draw.random() < 0.35:
         for _ in range(draw.choice([1, 1, 2, 5])):
-            at = draw.randrange(len(text) + 1)
-            text = text[:at] + draw.choice(TEXTS) + text[at + draw.choice([0, 0, 1, 9]) :]
+            start = draw.randrange(len(text) + 1)
+            text = text[:start] + draw.choice(SNIPPETS) + text[start + draw.choice([0, 0, 1, 9]) :]
+
     content = text.encode("utf-8", "surrogatepass")
     if draw.random() < 0.03:
-        content = (
-            content[: len(content) // 2]
-            + bytes([draw.randrange(256) for _ in range(3)])
-            + content[len(content) // 2 :]
-        )
+        middle = len(content) // 2
+        noise = bytes([draw.randrange(256) for _ in range(3)])
+        content = content[:middle] + noise + content[middle:]
+
     overrides = []
     if draw.random() < 0.3:
-        path = ".".join(
-            str(key) for key in draw.choice(places(tree) or [("x",)]) if isinstance(key, str)
-        )
-        value = draw.choice(
-            [*map(str, VALUES[:40]), *TEXTS, "[" * 2000, "{a: " * 800, '{"stage": 3}', "null"]
-        )
-        overrides.append(f"{path}={value}".replace("\x00", draw.choice(["", "\udc80"])))
+        path = draw.choice(paths_inside(tree) or [("x",)])
+        key = ".".join(name for name in path if isinstance(name, str))
+        nested = ["[" * 2000, "{a: " * 800, '{"stage": 3}', "null"]
+        value = draw.choice([*map(str, VALUES[:40]), *SNIPPETS, *nested])
+        overrides.append(f"{key}={value}".replace("\x00", draw.choice(["", "\udc80"])))
     return draw.choice([".json", ".json", ".yaml"]), content, overrides

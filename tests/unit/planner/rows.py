@@ -1,4 +1,4 @@
-"""A run as tables write it, and one that Plait measured."""
+"""Published and measured runs for the tests of calibration and of the accuracy report."""
 
 from functools import cache
 
@@ -38,19 +38,27 @@ ROW = {
     "framework": "plait",
     "status": "ok",
     "step_time_s": "2.0",
-}  # fmt: skip
+}
+"""Row of the tables of published runs."""
 
 
 @cache
 def planned(name):
-    """The six best layouts without a pipeline on sixteen H100."""
+    """Return the plan with the six best layouts without a pipeline on sixteen H100."""
     return plan(Request(find_model(name), cluster("h100", 16), 64, 2048), fixed={"pp": 1}, best=6)
 
 
 def measured(name="llama-3-8b", *, factor=1.0, index=0):
-    """The `index`-th layout of a plan, `factor` times as slow as predicted."""
-    found = planned(name)
-    request, choice = found.request, found.best[index]
+    """Return a run of a planned layout.
+
+    Args:
+        name: Name of the model.
+        factor: Ratio of the measured to the predicted time.
+        index: Position of the layout in the plan.
+    """
+    planned_runs = planned(name)
+    request = planned_runs.request
+    choice = planned_runs.best[index]
     return Measured(
         gpu="h100",
         machine="",

@@ -1,61 +1,59 @@
+"""Values "auto" of a file are planned, and fixed values are kept."""
+
 import pytest
 
 from plait.config.resolving.resolve import examine_source, load, resolve
-from plait.errors import ConfigError, InputError
+from plait.errors import InputError
 from plait.planner import configuration
 from plait.planner.configuration import auto_paths
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 
-MODEL = dict(find_model("llama-3-8b", sequence=2048).section)
-TREE = {"train_batch_size": 64, "bf16": {"enabled": True}, "model": MODEL, "data": {"sequence_length": 2048}, "run": {"steps": 5}}  # fmt: skip
+TREE = {
+    "train_batch_size": 64,
+    "bf16": {"enabled": True},
+    "model": dict(find_model("llama-3-8b", sequence=2048).section),
+    "data": {"sequence_length": 2048},
+    "run": {"steps": 5},
+}
 
 
-def complete(tree, *, cluster):
-    return configuration.complete(configuration.read_file(examine_source(tree)[1]), cluster=cluster)
+def complete(tree, *, gpu="h100", gpus=8):
+    """Return the completed tree of a file, and its plan."""
+    file = configuration.read_file(examine_source(tree)[1])
+    return configuration.complete(file, cluster=cluster(gpu, gpus))
 
 
-def completed(gpus=16, **changes):
-    config, found = complete({**TREE, **changes}, cluster=cluster("h100", gpus))
-    return config, found, resolve(load(config), world_size=gpus)
-
-
-def test_every_auto_is_answered_and_what_is_fixed_is_kept():
-    parallel = {"tp": "auto", "pp": 1, "sequence_parallel": "auto", "recompute": {"mode": "none"}}
-    changes = {
-        "parallel": parallel,
+def test_auto_is_planned_and_fixed_values_are_kept():
+    tree = {
+        **TREE,
+        "parallel": {
+            "tp": "auto",
+            "pp": 1,
+            "sequence_parallel": "auto",
+            "recompute": {"mode": "none"},
+        },
         "zero_optimization": {"stage": "auto"},
         "train_micro_batch_size_per_gpu": 1,
     }
-    assert auto_paths({**TREE, **changes}) == (
-        "parallel.tp",
-        "parallel.sequence_parallel",
-        "zero_optimization.stage",
-    )
-    config, found, resolved = completed(**changes)
-    assert (
-        resolved.layout.pp == 1
-        and resolved.batch.micro_batch_size == 1
-        and resolved.recompute.mode == "none"
-    )
-    assert resolved.layout.tp == found.best[0].layout["tp"]
-    assert config["run"] == {"steps": 5} and auto_paths(config) == ()
+    open_paths = ("parallel.tp", "parallel.sequence_parallel", "zero_optimization.stage")
+    assert auto_paths(tree) == open_paths
+    completed, result = complete(tree, gpus=16)
+    assert completed["run"] == {"steps": 5} and auto_paths(completed) == ()
+
+    resolved = resolve(load(completed), world_size=16)
+    assert (resolved.layout.pp, resolved.batch.micro_batch_size) == (1, 1)
+    assert resolved.recompute.mode == "none"
+    assert resolved.layout.tp == result.best[0].layout["tp"]
 
 
-def test_what_is_left_out_has_its_default():
-    _, found, resolved = completed(zero_optimization={"stage": "auto"})
+def test_missing_values_have_their_defaults():
+    completed, result = complete({**TREE, "zero_optimization": {"stage": "auto"}})
+    resolved = resolve(load(completed), world_size=8)
     assert (resolved.layout.tp, resolved.layout.pp, resolved.recompute.mode) == (1, 1, "none")
-    assert found.best[0].layout["stage"] == resolved.data_parallel.stage
+    assert result.best[0].layout["stage"] == resolved.data_parallel.stage
 
 
-def test_what_cannot_be_planned_says_why():
-    with pytest.raises(ConfigError, match="train_batch_size"):
-        complete({**TREE, "train_batch_size": "auto"}, cluster=cluster("h100", 8))
-    with pytest.raises(ConfigError, match=r"model\.config or model\.path"):
-        complete({"train_batch_size": 8}, cluster=cluster("h100", 8))
-    with pytest.raises(ConfigError, match="not a mode that can be fixed for a plan"):
-        complete(
-            {**TREE, "parallel": {"recompute": {"mode": "budget"}}}, cluster=cluster("h100", 8)
-        )
+def test_a_model_that_fits_in_no_layout_is_refused():
     with pytest.raises(InputError, match="no layout fits on 8 x NVIDIA V100.* of 31.7 GiB"):
-        complete({**TREE, "bf16": {"enabled": False}}, cluster=cluster("v100", 8))
+        complete({**TREE, "bf16": {"enabled": False}}, gpu="v100")

@@ -1,9 +1,8 @@
-"""A plan fills in what a file leaves open. What the file says stays as it is written, and the choice is made for it (D1, D2)."""
+"""A plan decides what a file leaves open, and keeps every value that the file has."""
 
 import copy
 import json
 import random
-import re
 
 import pytest
 
@@ -15,12 +14,17 @@ from plait.planner import configuration, output
 from plait.planner.configuration import MODELLED, WITHOUT_EFFECT, unmodelled
 from plait.planner.hardware import cluster
 from plait.planner.search import plan
+from tests.unit.config.cases import leaf_paths
+from tests.unit.planner.jobs import llama
 
-MODEL = {"config": {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 4096}}  # fmt: skip
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 4096}
+MODEL = {"config": llama(**SIZES, **HEADS)}
 CLUSTER = cluster("h100", 8)
+BASE = {"train_batch_size": 32, "model": MODEL, "data": {"sequence_length": 512}}
 
-CHOICES = {
-    # Values of a key, by one of its names: left out, "auto" or fixed, in every form that files have.
+VALUES = {
+    "train_batch_size": (32, "32", 64.0),
     "train_micro_batch_size_per_gpu": ("auto", 1, "2", None),
     "gradient_accumulation_steps": ("auto", None),
     "zero_optimization": (
@@ -30,8 +34,17 @@ CHOICES = {
         {"stage": 1.0},
         {"stage": 3, "cpu_offload": False},
     ),
-    "fp16": (None, {"enabled": False, "loss_scale": 128, "hysteresis": 3}, {"enabled": False, "initial_scale_power": 12}),
-    "bf16": (None, {"enabled": True, "check_grad_overflow": False}, {"enabled": True}, {"enabled": False}),
+    "fp16": (
+        None,
+        {"enabled": False, "loss_scale": 128, "hysteresis": 3},
+        {"enabled": False, "initial_scale_power": 12},
+    ),
+    "bf16": (
+        None,
+        {"enabled": True, "check_grad_overflow": False},
+        {"enabled": True},
+        {"enabled": False},
+    ),
     "tensor_parallel": (None, {"autotp_size": "auto"}, {"tp_size": 2}, {"autotp_size": "2"}),
     "pipeline": (None, {"stages": 2}, {"stages": "auto"}),
     "communication_data_type": (None, "fp32", "bf16"),
@@ -45,118 +58,151 @@ CHOICES = {
         {"dp_shard": -1, "pipeline": {"schedule": "1f1b"}},
     ),
     "wall_clock_breakdown": (None, False),
-}  # fmt: skip
+}
+"""Values of each key in every notation of published files. None leaves the key out."""
 
 
-def files(seed, count):
+def random_files(seed, count):
+    """Yield files with a random value of each key."""
     draw = random.Random(seed)
     for _ in range(count):
-        tree = {"model": MODEL, "data": {"sequence_length": 512}}
-        tree["train_batch_size"] = draw.choice([32, "32", 64.0])
-        for key, values in CHOICES.items():
+        tree = copy.deepcopy(BASE)
+        for key, values in VALUES.items():
             value = draw.choice(values)
-            if value is not None:
+            if value is None:
+                tree.pop(key, None)
+            else:
                 tree[key] = copy.deepcopy(value)
         yield tree
 
 
-def leaves(tree, at=""):
-    if not isinstance(tree, dict) or not tree:
-        return {at: tree}
-    found = {}
-    for name, value in tree.items():
-        found |= leaves(value, f"{at}.{name}" if at else name)
-    return found
+def value_at(tree, path):
+    for name in path.split("."):
+        tree = tree[name]
+    return tree
 
 
-def same(before, after):
-    """Every value of `before` except "auto" is in `after`, in the same form."""
-    short = {"zero_optimization": True}
-    for path, value in leaves(before).items():
+def check_values_are_kept(before, after):
+    """Check that every value of `before` that is not open is in `after`, in the same notation."""
+    for path in leaf_paths(before):
+        value = value_at(before, path)
         if value == "auto" or (path.endswith("dp_shard") and value == -1):
             continue
-        if path in short and value is True and isinstance(after[path], dict):
-            assert after[path]["stage"] == 1  # written out, because the plan adds keys to it
-            continue
-        found = leaves(after)[path]
-        assert found == value and type(found) is type(value), path
+        planned = value_at(after, path)
+        if path == "zero_optimization" and isinstance(planned, dict):
+            # The short form `true` becomes a section if the plan adds keys to it.
+            assert value is True and planned["stage"] == 1
+        else:
+            assert planned == value and type(planned) is type(value), path
 
 
-def planned_for(tree):
+def read_file(tree):
     return configuration.read_file(examine_source(tree)[1])
 
 
-def check(tree):
-    """Whether the file has a plan. If so, the plan keeps the file's values, and the written file resolves to the priced layout."""
+def has_consistent_plan(tree):
+    """Return whether the file has a plan. If it has one, check the plan.
+
+    The plan keeps the values of the file, and its file resolves to the layout that was priced.
+    """
     before = copy.deepcopy(tree)
     try:
-        made, found = configuration.complete(planned_for(tree), cluster=CLUSTER)
+        completed, result = configuration.complete(read_file(tree), cluster=CLUSTER)
     except (ConfigError, InputError):
         return False
+
     assert tree == before
-    same(tree, made)
-    open_fields = {path for path, value in leaves(made).items() if value == "auto"}
-    assert open_fields <= {"gradient_clipping"}
-    resolved, at = resolve(load(made), world_size=8), found.best[0].layout
+    check_values_are_kept(tree, completed)
+    for path in leaf_paths(completed):
+        # Only this key has a meaning of "auto" that is no decision of the planner.
+        assert value_at(completed, path) != "auto" or path == "gradient_clipping", path
+
+    resolved = resolve(load(completed), world_size=8)
+    layout = result.best[0].layout
     for name in ("tp", "pp", "dp_shard", "dp_replicate"):
-        assert resolved.layout.degrees[name] == at[name]
-    assert resolved.data_parallel.stage == at["stage"]
-    assert resolved.batch.micro_batch_size == at["micro_batch"]
+        assert resolved.layout.degrees[name] == layout[name]
+    assert resolved.data_parallel.stage == layout["stage"]
+    assert resolved.batch.micro_batch_size == layout["micro_batch"]
     offload = resolved.optimizer_offload
-    assert at["offload"] == (0 if offload.device == "none" else offload.ratio)
+    assert layout["offload"] == (0 if offload.device == "none" else offload.ratio)
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}
-    assert names[resolved.precision.compute] == found.request.precision
-    assert names[resolved.precision.reduce] == found.request.reduce
+    assert names[resolved.precision.compute] == result.request.precision
+    assert names[resolved.precision.reduce] == result.request.reduce
     return True
 
 
-def test_a_plan_keeps_what_a_file_says():
-    """D1: plans for random files keep what the files say."""
-    assert sum(check(tree) for tree in files(seed=1, count=4)) >= 2
+def test_a_plan_keeps_the_values_of_a_file():
+    assert sum(has_consistent_plan(tree) for tree in random_files(seed=1, count=4)) >= 2
 
 
 @pytest.mark.proof
-def test_a_plan_keeps_what_many_files_say():
-    """D1: the same with many files."""
-    assert sum(check(tree) for tree in files(seed=2, count=400)) >= 200
+def test_a_plan_keeps_the_values_of_many_files():
+    assert sum(has_consistent_plan(tree) for tree in random_files(seed=2, count=400)) >= 200
 
 
-def written(tmp_path, tree, *options):
-    file, out = tmp_path / "file.json", tmp_path / "out.json"
-    file.write_text(json.dumps(tree))
-    out.unlink(missing_ok=True)
-    command = ["plan", str(file), "--gpu", "h100", "--world-size", "8", "--out", str(out)]
-    try:
-        code = int(main([*command, *options]) or 0)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    return code, json.loads(out.read_text()) if out.exists() else {}
+@pytest.fixture
+def plan_file(tmp_path, capsys):
+    """Return a function that runs `plait plan` on a file.
+
+    The function returns the file that the command wrote, and its output.
+    """
+
+    def run(tree, *options):
+        file = tmp_path / "file.json"
+        file.write_text(json.dumps(tree))
+        out = tmp_path / "out.json"
+        command = ["plan", str(file), "--gpu", "h100", "--world-size", "8", "--out", str(out)]
+        try:
+            code = main([*command, *options])
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        assert not code, printed.err
+        return json.loads(out.read_text()), printed.out
+
+    return run
 
 
-def test_the_command_keeps_what_a_file_says(tmp_path, capsys):
-    """D2: short forms, other names, and files that compute in fp16 or fp32 stay what they are."""
-    base = {"train_batch_size": 32, "model": MODEL, "data": {"sequence_length": 512}}
-    fp16 = {"enabled": True, "loss_scale": 128, "hysteresis": 3}
-    on_host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    gpipe = {"pipeline": {"schedule": "gpipe"}, "pp": 2}
-    for more, compute in (
-        ({"zero_optimization": True, "fp16": fp16}, "float16"),
-        ({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": on_host}, None),
-        ({"bf16": {"enabled": True}, "parallel": gpipe}, "bfloat16"),
-    ):
-        code, made = written(tmp_path, base | more)
-        shown = capsys.readouterr()
-        assert code == 0, shown.err
-        same(base | more, made)
-        assert resolve(load(made), world_size=8).precision.compute == compute
-        assert "fixes" in shown.out
-        assert ("--precision bf16" in shown.out) == (compute is None)
-    automatic = {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
-    code, made = written(tmp_path, base | automatic)
-    assert code == 0 and made["bf16"] == {"enabled": True} and made["fp16"] == {"enabled": False}
+@pytest.mark.parametrize(
+    ("settings", "compute"),
+    [
+        (
+            {
+                "zero_optimization": True,
+                "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3},
+            },
+            "float16",
+        ),
+        (
+            {
+                "tensor_parallel": {"autotp_size": 2},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            },
+            None,
+        ),
+        (
+            {
+                "bf16": {"enabled": True},
+                "parallel": {"pipeline": {"schedule": "gpipe"}, "pp": 2},
+            },
+            "bfloat16",
+        ),
+    ],
+)
+def test_the_command_keeps_notations_and_precision(plan_file, settings, compute):
+    written, printed = plan_file(BASE | settings)
+    check_values_are_kept(BASE | settings, written)
+    assert resolve(load(written), world_size=8).precision.compute == compute
+    assert "fixes" in printed
+    assert ("--precision bf16" in printed) == (compute is None)
 
 
-def test_an_option_wins_over_the_file_and_says_so(tmp_path, capsys):
+def test_the_command_chooses_an_automatic_precision(plan_file):
+    written, _ = plan_file(BASE | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
+    assert written["bf16"] == {"enabled": True} and written["fp16"] == {"enabled": False}
+
+
+def test_an_option_wins_over_the_file_and_is_reported(plan_file, tmp_path):
     tree = {
         "train_batch_size": 32,
         "model": MODEL,
@@ -165,52 +211,49 @@ def test_an_option_wins_over_the_file_and_says_so(tmp_path, capsys):
         "data": {"sequence_length": 64},
     }
     options = ["--fix", "tp=4", "--batch", "64", "--precision", "bf16", "--seq", "128"]
-    code, made = written(tmp_path, tree, *options)
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
-    for text in (
+    written, printed = plan_file(tree, *options)
+    for setting in (
         "tensor_parallel.tp_size = 2",
         "train_batch_size = 32",
         "data.sequence_length = 64",
         "fp16.enabled = True",
     ):
-        words = f"{text} of {tmp_path / 'file.json'} is overridden by the command line"
-        assert words in shown.out
-    assert (made["parallel"]["tp"], made["train_batch_size"]) == (4, 64)
-    assert made["data"]["sequence_length"] == 128 and made["bf16"] == {"enabled": True}
-    assert "enabled" not in made["fp16"] and "tp_size" not in made["tensor_parallel"]
+        file = tmp_path / "file.json"
+        assert f"{setting} of {file} is overridden by the command line" in printed
+    assert (written["parallel"]["tp"], written["train_batch_size"]) == (4, 64)
+    assert written["data"]["sequence_length"] == 128 and written["bf16"] == {"enabled": True}
+    assert "enabled" not in written["fp16"] and "tp_size" not in written["tensor_parallel"]
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"parallel": {"pp": "auto", "tp": "x"}}, "parallel.tp = 'x': must be a whole number"),  # D7
-        ({"parallel": {"pp": "auto", "pipeline": {"blocks_per_stage": [4, 4]}}}, "it fixes the stages, but parallel.pp leaves their number open"),
-        ({"parallel": {"pp": "auto", "pipeline": {"schedule": "looped-bfs"}}}, "not a schedule that the planner supports"),
-        ({"parallel": {"tp": "auto", "recompute": {"budget_gib": 4}}}, "the planner chooses budgets itself"),
-        ({"parallel": {"tp": "auto", "recompute": {"mode": "full", "budget_gib": 4}}}, "a fixed mode has none; leave it out"),
-        ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto': only Transformers' --bf16 and --fp16 choose it"),
-    ],
-)  # fmt: skip
-def test_what_a_plan_cannot_keep_is_refused(more, words):
-    base = {"train_batch_size": 32, "model": MODEL, "parallel": {"tp": "auto"}}
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        configuration.complete(planned_for(base | more), cluster=CLUSTER)
+def test_a_wrong_degree_is_refused_beside_an_open_one():
+    """Settings that a plan cannot keep are in the table `plans` of ../cli/advice.yaml."""
+    tree = {"train_batch_size": 32, "model": MODEL, "parallel": {"pp": "auto", "tp": "x"}}
+    with pytest.raises(ConfigError, match="parallel.tp = 'x': must be a whole number"):
+        configuration.complete(read_file(tree), cluster=CLUSTER)
 
 
-def test_every_setting_is_priced_or_named():
-    """A new setting is unmodelled until somebody says otherwise, and the lists name settings that exist."""
+def test_every_setting_is_priced_or_reported():
     for name in (*MODELLED, *WITHOUT_EFFECT):
         assert any(path == name or path.startswith(f"{name}.") for path in schema_fields()), name
-    stage = {"stage": 2}
-    tree = {"zero_optimization": stage, "bf16": {"enabled": True}, "run": {}, "optimizer": {"type": "Adam"}}  # fmt: skip
-    assert unmodelled(load(tree)) == ()
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
-    recompute = {"mode": "full", "every": 2}
+    zero = {"stage": 2}
     tree = {
-        "zero_optimization": stage | offload,
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "run": {},
+        "optimizer": {"type": "Adam"},
+    }
+    assert unmodelled(load(tree)) == ()
+    tree = {
+        "zero_optimization": {
+            **zero,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        },
         "optimizer": {"type": "SGD", "params": {"lr": 1}},
-        "parallel": {"tensor_overlap": 4, "recompute": recompute, "compress_gradients": "int8"},
+        "parallel": {
+            "tensor_overlap": 4,
+            "recompute": {"mode": "full", "every": 2},
+            "compress_gradients": "int8",
+        },
     }
     assert unmodelled(load(tree)) == (
         "zero_optimization.offload_optimizer.device = nvme",
@@ -221,11 +264,10 @@ def test_every_setting_is_priced_or_named():
     )
 
 
-def test_compilation_says_why_it_has_no_pipeline():
-    """D8: the message is the rule that refuses the pair, and not that there was no pipeline at all."""
+def test_compilation_is_the_reason_against_a_pipeline():
     tree = {"train_batch_size": 32, "model": MODEL, "compile": {"enabled": True}}
-    request = configuration.request_of(planned_for(tree), CLUSTER)
-    with pytest.raises(ConfigError) as error:
+    request = configuration.request_of(read_file(tree), CLUSTER)
+    with pytest.raises(ConfigError, match="compil") as error:
         plan(request, fixed={"pp": 4})
-    assert "compil" in str(error.value) and "this version runs no pipeline" not in str(error.value)
+    assert "this version runs no pipeline" not in str(error.value)
     assert "parallel" not in output.chosen(request, plan(request).best[0], {"parallel": {"tp": 1}})

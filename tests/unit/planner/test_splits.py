@@ -1,4 +1,4 @@
-"""What the planner believes of families against the engine's own plans of small models."""
+"""Families are split in the planner as the engine splits small models of them."""
 
 import pytest
 
@@ -26,8 +26,9 @@ SMALL = {
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 4,
-}  # fmt: skip
-OWN = {
+}
+"""Fields of all families. Each configuration gets those that it has."""
+OTHER_FIELDS = {
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "vocab_size": 101, "max_seq_len": 64},
@@ -35,13 +36,11 @@ OWN = {
 }
 
 
-def built(kind, **changes):
-    known = transformers.AutoConfig.for_model(kind)
-    fields = (
-        {name: value for name, value in SMALL.items() if hasattr(known, name)}
-        | OWN.get(kind, {})
-        | changes
-    )
+def build(kind, **changes):
+    """Return a small model of a family, and the fields of its configuration."""
+    defaults = transformers.AutoConfig.for_model(kind)
+    fields = {name: value for name, value in SMALL.items() if hasattr(defaults, name)}
+    fields |= {**OTHER_FIELDS.get(kind, {}), **changes}
     config = transformers.AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -50,18 +49,18 @@ def built(kind, **changes):
 
 @pytest.mark.parametrize("kind", SPLIT)
 def test_as_the_engine_splits_it(kind):
-    model, fields = built(kind)
-    believed = split_of(from_config(fields))
+    model, fields = build(kind)
+    split = split_of(from_config(fields))
     plan = make_plan(model, tp=2, blocks=find_blocks(model, None))
-    assert believed.tensor is None
-    assert (believed.sequence is None) == (plan.sequence_parallel is True)
+    assert split.tensor is None
+    assert (split.sequence is None) == (plan.sequence_parallel is True)
     gathered = any(entry.style == "colwise_gather_output" for entry in plan.modules)
-    assert believed.replicates_attention == gathered == (kind in WHOLE_ATTENTION)
+    assert split.replicates_attention == gathered == (kind in WHOLE_ATTENTION)
 
 
 def test_without_dropout_gpt2_shards_its_sequence():
     changes = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    model, fields = built("gpt2", **changes)
+    model, fields = build("gpt2", **changes)
     assert make_plan(model, tp=2, blocks=find_blocks(model, None)).sequence_parallel is True
     assert split_of(from_config(fields)).sequence is None
 
@@ -69,11 +68,6 @@ def test_without_dropout_gpt2_shards_its_sequence():
 def test_unknown_models_are_not_split():
     assert split_of(named("mixtral-8x7b")).with_experts
     assert "does not split attention of deepseek_v3" in split_of(named("deepseek-v3")).tensor
-    assert (
-        "not among the families whose sequences can be split"
-        in split_of(from_config({"model_type": "stranger", **SMALL})).context
-    )
-    assert (
-        "does not know how to split stranger"
-        in split_of(from_config({"model_type": "stranger", **SMALL})).tensor
-    )
+    split = split_of(from_config({"model_type": "stranger", **SMALL}))
+    assert "not among the families whose sequences can be split" in split.context
+    assert "does not know how to split stranger" in split.tensor

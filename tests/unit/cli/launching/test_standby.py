@@ -1,4 +1,4 @@
-"""Processes that stand by: they are what a rank that was started in the ordinary way is, with imports done."""
+"""A standby process becomes a rank like any other, with its imports done."""
 
 from __future__ import annotations
 
@@ -17,86 +17,97 @@ from plait.cli.launching.standby import VARIABLE, Standby
 SCRIPT = """
 import json, os, sys
 known = sorted(name for name in ("numpy", "torch") if name in sys.modules)
-print(json.dumps([known, sys.argv, sys.path[0], os.environ.get("NAME"), os.environ.get("BEFORE"), __name__]))
-print("told", file=sys.stderr)
+variables = [os.environ.get("NAME"), os.environ.get("BEFORE")]
+print(json.dumps([known, sys.argv, sys.path[0], *variables, __name__]))
+print("an error", file=sys.stderr)
 sys.exit(7)
 """
 
-SAID: list[str] = []
+
+@pytest.fixture
+def messages():
+    return []
 
 
 @pytest.fixture
-def two(tmp_path, monkeypatch):
+def standby(tmp_path, monkeypatch, messages):
+    """Return two standby processes, which start when a rank lists its imports."""
     monkeypatch.setenv("BEFORE", "x")
     (tmp_path / "launch").mkdir()
-    standby = Standby(2, tmp_path / "launch", WORKER, SAID.append)
-    SAID.clear()
+    standby = Standby(2, tmp_path / "launch", WORKER, messages.append)
     monkeypatch.setenv(VARIABLE, standby.environment()[VARIABLE])
     yield standby
     standby.close()
 
 
-def imports(standby, *names, **changed):
-    """What a rank lists."""
-    origins = {name: importlib.util.find_spec(name).origin for name in names} | changed  # type: ignore[union-attr]
+def list_imports(standby, *names, **changed):
+    """List modules and their files, as a rank does."""
+    origins = {name: importlib.util.find_spec(name).origin for name in names} | changed
     path = Path(standby.environment()[VARIABLE])
     path.with_suffix(".new").write_text(json.dumps({"packages": origins, "modules": list(names)}))
     path.with_suffix(".new").replace(path)
 
 
-def wait(standby, count=2):
-    ends = time.monotonic() + 60
-    while sum(process.ready for process in standby._processes) < count:
-        assert time.monotonic() < ends
+def wait_until_ready(standby):
+    """Wait for both processes. The private list shows when they are ready."""
+    deadline = time.monotonic() + 60
+    while sum(process.ready for process in standby._processes) < 2:
+        assert time.monotonic() < deadline
         standby.poll()
         time.sleep(0.02)
 
 
 def run(standby, folder, **environment):
-    """(exit code, what the script printed) of a process that stood by."""
+    """Run the script in a standby process, and return its exit code, output and errors.
+
+    Returns None if no process is ready.
+    """
     (folder / "script.py").write_text(SCRIPT)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         script = [str(WORKER), str(os.getpid()), str(folder / "script.py")]
         command = [sys.executable, "-u", *script, "a", "-m"]
-        taken = standby.take(command, {**os.environ, **environment}, (out, err))
-    if taken is None:
+        process = standby.take(command, {**os.environ, **environment}, (out, err))
+    if process is None:
         return None
-    return taken.wait(), json.loads((folder / "out").read_text()), (folder / "err").read_text()
+    return process.wait(), json.loads((folder / "out").read_text()), (folder / "err").read_text()
 
 
-def test_one_that_stood_by_is_a_rank(two, tmp_path):
-    """It has its arguments, its environment and its files, and its script finds the interpreter as without; a module that it brings itself
-    in place of the ranks' is not imported, nor is one that is none of those that are safe."""
-    two.poll()
-    assert not two._processes, "nobody has listed imports"
-    imports(two, "numpy", "torch", torch="/elsewhere/torch/__init__.py")
-    two.poll()
-    assert run(two, tmp_path) is None, "none is ready yet"
-    wait(two)
-    two.poll()
-    assert len(SAID) == 1 and "2 processes standing by" in SAID[0] and " 0 B" not in SAID[0]
-    script = str(tmp_path / "script.py")
-    assert run(two, tmp_path, NAME="y") == (
-        7,
-        [["numpy"], [script, "a", "-m"], str(tmp_path), "y", "x", "__main__"],
-        "told\n",
-    )
-    assert not list(two.folder.glob("standby-*")), "an environment may hold secrets"
-    two._processes[0].popen.kill()
-    two._processes[0].popen.wait()
-    assert run(two, tmp_path) is None, "the other has ended"
-    wait(two)
-    assert len(two._processes) == 2
-    left = [process.popen for process in two._processes]
-    two.close()
-    assert all(popen.poll() is not None for popen in left)
+def test_a_standby_process_becomes_a_rank(standby, messages, tmp_path):
+    standby.poll()
+    # Nobody has listed imports.
+    assert not standby._processes
+    # The script brings its own torch, which must not be imported from where it is installed.
+    list_imports(standby, "numpy", "torch", torch="/elsewhere/torch/__init__.py")
+    standby.poll()
+    # None is ready yet.
+    assert run(standby, tmp_path) is None
+
+    wait_until_ready(standby)
+    standby.poll()
+    (message,) = messages
+    assert "2 processes standing by" in message and " 0 B" not in message
+    arguments = [str(tmp_path / "script.py"), "a", "-m"]
+    printed = [["numpy"], arguments, str(tmp_path), "y", "x", "__main__"]
+    assert run(standby, tmp_path, NAME="y") == (7, printed, "an error\n")
+    # Files with the environment are removed, because it may contain secrets.
+    assert not list(standby.folder.glob("standby-*"))
+
+    # A process that has ended is replaced.
+    standby._processes[0].popen.kill()
+    standby._processes[0].popen.wait()
+    assert run(standby, tmp_path) is None
+    wait_until_ready(standby)
+    assert len(standby._processes) == 2
+    processes = [process.popen for process in standby._processes]
+    standby.close()
+    assert all(process.poll() is not None for process in processes)
 
 
-def test_more_imports_are_told(two, tmp_path):
-    imports(two, "json")
-    wait(two)
-    imports(two, "numpy")
-    two.poll()
-    wait(two)
-    code, printed, _ = run(two, tmp_path)
+def test_further_imports_are_done(standby, tmp_path):
+    list_imports(standby, "json")
+    wait_until_ready(standby)
+    list_imports(standby, "numpy")
+    standby.poll()
+    wait_until_ready(standby)
+    code, printed, _ = run(standby, tmp_path)
     assert (code, printed[0]) == (7, ["numpy"])

@@ -1,15 +1,12 @@
-"""Variables that torchrun reads as options, and launchers around a launcher."""
+"""Variables of torchrun are options of `plait launch`, and launchers around it are reported."""
 
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
-from plait.cli import launch as verb
-from plait.cli import main as command
-from plait.cli import train
+from plait.cli import launch as launch_module
 from plait.cli.launching.launch_settings import LaunchSettings, check, with_variables
-from plait.errors import ConfigError
+from tests.unit.cli.commands import run
 
 KUBEFLOW = {
     "PET_NNODES": "2",
@@ -30,7 +27,7 @@ SRUN = {
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """What `plait launch` and `plait train` would have started."""
+    """Return the settings with which `plait launch` and `plait train` would have started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "run.json").write_text("{}")
@@ -40,57 +37,53 @@ def started(tmp_path, monkeypatch):
         calls.append(check(settings))
         return 0
 
-    monkeypatch.setattr(verb, "_start", start)  # what stands behind it starts processes
+    # The function behind it starts processes.
+    monkeypatch.setattr(launch_module, "_start", start)
     return calls
 
 
-def launch(*arguments):
-    """The exit code of `plait launch`."""
-    with pytest.raises(SystemExit) as ended:
-        command.main(["launch", *arguments, "train.py"])
-    return ended.value.code
+def launch(options=""):
+    """Run `plait launch`, and return its exit code."""
+    return run(f"launch {options} train.py")
 
 
-@pytest.mark.parametrize("verb_", ["launch", "train"])
-def test_kubeflows_variables_are_obeyed(started, monkeypatch, verb_):
-    """Also where it sets RANK and WORLD_SIZE of the pods."""
+@pytest.mark.parametrize("line", ["launch train.py", "train run.json"])
+def test_variables_of_kubeflow_are_options(started, monkeypatch, line):
+    # Kubeflow sets RANK and WORLD_SIZE of the pods as well.
     for name, value in {**KUBEFLOW, "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    if verb_ == "launch":
-        assert launch() == 0
-    else:
-        assert CliRunner().invoke(train.app, ["run.json"], catch_exceptions=False).exit_code == 0
-    (found,) = started
-    assert (found.processes, found.min_nodes, found.max_nodes, found.node_rank) == (4, 2, 2, 1)
-    assert (found.master_addr, found.master_port) == ("job-node-0-0.job", 29400)
+    assert run(line) == 0
+    master = {"master_addr": "job-node-0-0.job", "master_port": 29400}
+    (settings,) = started
+    assert (settings.processes, settings.min_nodes, settings.max_nodes) == (4, 2, 2)
+    assert settings.node_rank == 1
+    assert {name: getattr(settings, name) for name in master} == master
 
 
-def test_options_go_before_variables(started, monkeypatch):
+def test_options_win_over_variables(started, monkeypatch):
     for name, value in KUBEFLOW.items():
         monkeypatch.setenv(name, value)
-    assert launch("--nproc-per-node", "3", "--nnodes", "1:4", "--rdzv-endpoint", "a:1") == 0
-    assert launch("--standalone", "--nproc-per-node", "2") == 0
+    assert launch("--nproc-per-node 3 --nnodes 1:4 --rdzv-endpoint a:1") == 0
+    assert launch("--standalone --nproc-per-node 2") == 0
     assert (started[0].processes, started[0].max_nodes, started[0].rdzv_endpoint) == (3, 4, "a:1")
     assert (started[0].node_rank, started[0].master_addr) == (None, None)
     assert started[1] == LaunchSettings(processes=2)
 
 
-def test_one_way_to_meet():
-    """Of variables alone, the endpoint counts; a variable that is no number is refused by its name."""
+def test_only_one_kind_of_rendezvous_is_read():
     nothing = dict.fromkeys(NAMES.split())
     both = {**KUBEFLOW, "PET_RDZV_ENDPOINT": "a:1"}
+    # An endpoint wins over a master address.
     assert with_variables(nothing, both)["master_addr"] is None
     assert with_variables(nothing, both)["rdzv_endpoint"] == "a:1"
     assert with_variables({**nothing, "master_addr": "b"}, both)["rdzv_endpoint"] is None
-    with pytest.raises(ConfigError, match="PET_NODE_RANK = 'one'"):
-        with_variables(nothing, {"PET_NODE_RANK": "one"})
 
 
 TASKS = "SLURM_STEP_TASKS_PER_NODE"
 
 
 @pytest.mark.parametrize(
-    ("variables", "arguments", "said"),
+    ("variables", "arguments", "launcher"),
     [
         ({**SRUN, TASKS: "4(x2)"}, "", "process 3 of 8 of srun"),
         ({**SRUN, TASKS: "4(x2)"}, "--nnodes 2 --rdzv-endpoint a:1", "process 3 of 8 of srun"),
@@ -100,22 +93,23 @@ TASKS = "SLURM_STEP_TASKS_PER_NODE"
         ({}, "", ""),
     ],
 )
-def test_a_launcher_around_it_is_warned_of(
-    started, monkeypatch, recwarn, variables, arguments, said
+def test_a_launcher_around_the_launcher_is_reported(
+    started, monkeypatch, recwarn, variables, arguments, launcher
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launch("--nproc-per-node", "2", *arguments.split()) == 0
-    text = " ".join(str(one.message) for one in recwarn)
-    assert said in text if said else "of its own" not in text
+    assert launch(f"--nproc-per-node 2 {arguments}") == 0
+    text = " ".join(str(warning.message) for warning in recwarn)
+    if launcher:
+        assert launcher in text
+    else:
+        assert "of its own" not in text
 
 
-@pytest.mark.parametrize("given", ["0", "0:2", "3:2"])
-def test_no_machine_is_refused(started, given):
-    """`plait train` divides the processes by the machines."""
-    arguments = f"run.json --set run.processes=4 --nnodes {given} --rdzv-endpoint a:1"
-    refused = CliRunner().invoke(train.app, arguments.split())
-    assert isinstance(refused.exception, ConfigError) and f"--nnodes = '{given}'" in str(
-        refused.exception
-    )
-    assert launch("--nnodes", given) == 2 and not started
+@pytest.mark.parametrize("nodes", ["0", "0:2", "3:2"])
+def test_impossible_numbers_of_machines_are_refused(started, nodes, capsys):
+    # `plait train` divides the processes by the machines.
+    train = f"train run.json --set run.processes=4 --nnodes {nodes} --rdzv-endpoint a:1"
+    for line in (train, f"launch --nnodes {nodes} train.py"):
+        assert run(line) == 2 and not started
+        assert f"--nnodes = '{nodes}'" in capsys.readouterr().err

@@ -1,91 +1,104 @@
-"""What is left open is decided by DeepSpeed's and Hugging Face's rules, and every value says where it came from."""
+"""Open values are decided by the rules of DeepSpeed and Transformers, and name their source."""
 
 import pytest
 
 from plait.config.resolving.resolve import Config, Resolved, load, resolve
 from plait.errors import ConfigError
 from tests.table import check_rows
-from tests.unit.config.cases import BATCH, resolved, rows, written
+from tests.unit.config.cases import (
+    BATCH,
+    check_refusals,
+    parse_rows,
+    parse_tree,
+    resolve_tree,
+)
 
 MIB = 2**20
+BF16 = {"bf16": {"enabled": True}}
 
 
-def problems(tree, **context):
+def fields_refused(tree, **context):
+    """Return the fields of all problems of a file."""
     with pytest.raises(ConfigError) as error:
-        resolve(load({**BATCH, **tree}), **{"world_size": 4, **context})
-    return [str(problem) for problem in error.value.problems]
+        resolve_tree(tree, **context)
+    return [problem.field for problem in error.value.problems]
 
 
 def test_gradients_are_reduced_in_the_compute_dtype():
-    """A24: a default does not depend on unrelated keys."""
-    model = written("model.config.model_type=llama")
-    others = ({}, {"parallel": {}}, {"run": {}}, {"data": {}}, model, {"_comment": "x"})
-    for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
-        for more in others:
-            made = resolved({name: {"enabled": True}, **more})
-            assert (made.precision.compute, made.precision.reduce) == (dtype, dtype)
-            source = made.sources["precision.reduce"]
+    model = parse_tree("model.config.model_type=llama")
+    # A section about something else changes no dtype.
+    for others in ({}, {"parallel": {}}, {"run": {}}, {"data": {}}, model, {"_comment": "x"}):
+        for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
+            resolved = resolve_tree({name: {"enabled": True}, **others})
+            assert (resolved.precision.compute, resolved.precision.reduce) == (dtype, dtype)
+            source = resolved.sources["precision.reduce"]
             assert source == "default, DeepSpeed's: the dtype of the computation"
-    for section in ({}, {"run": {}}):
-        found = resolved(section).precision
-        assert found.compute is found.reduce is found.loss_scale is None
-        assert found.check_overflow is False
+        precision = resolve_tree(others).precision
+        assert precision.compute is precision.reduce is precision.loss_scale is None
+        assert precision.check_overflow is False
 
 
-def test_communication_data_type_is_the_dtype_of_the_reduction():
-    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "BF16": "bfloat16", "float32": "float32"}  # fmt: skip
-    for name, dtype in names.items():
-        for tree in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "parallel": {}}):
-            made = resolved({**tree, "communication_data_type": name})
-            assert made.precision.reduce == dtype
-            assert made.sources["precision.reduce"] == "file: communication_data_type"
+@pytest.mark.parametrize("tree", [{}, BF16, {**BF16, "parallel": {}}])
+def test_communication_data_type_is_the_reduction_dtype(tree):
+    for name, dtype in (
+        ("fp32", "float32"),
+        ("fp16", "float16"),
+        ("BF16", "bfloat16"),
+        ("float32", "float32"),
+    ):
+        resolved = resolve_tree({**tree, "communication_data_type": name})
+        assert resolved.precision.reduce == dtype
+        assert resolved.sources["precision.reduce"] == "file: communication_data_type"
 
 
-def test_overflow_is_checked_as_deepspeed_does():
+def test_overflow_is_checked_as_in_deepspeed():
     for text, checked in {
         "bf16.enabled=true": True,
         "bf16.enabled=true bf16.check_grad_overflow=false": False,
         "bf16.enabled=true bf16.check_overflow=false": False,
         "fp16.enabled=true bf16.check_grad_overflow=false": True,
     }.items():
-        assert resolved(written(text)).precision.check_overflow is checked, text
+        assert resolve_tree(parse_tree(text)).precision.check_overflow is checked, text
 
 
 def test_the_loss_scale_has_deepspeeds_names_and_defaults():
-    names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")  # fmt: skip
-    default, given = (0.0, 16, 1000, 2, False, 1.0), (128, 8, 5, 3, True, 2)
+    defaults = {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1.0,
+    }
+    others = dict(zip(defaults, (128, 8, 5, 3, True, 2), strict=True))
     for settings, expected in (
-        ({}, default),
-        (dict(zip(names, given, strict=True)), given),
-        (dict.fromkeys(names, "auto"), default),
+        ({}, defaults),
+        (others, others),
+        (dict.fromkeys(defaults, "auto"), defaults),
     ):
-        scale = resolved({"fp16": {"enabled": True, **settings}}).precision.loss_scale
-        assert scale is not None and tuple(scale.model_dump().values()) == expected
+        scale = resolve_tree({"fp16": {"enabled": True, **settings}}).precision.loss_scale
+        assert tuple(scale.model_dump().values()) == tuple(expected.values())
 
 
-def test_contradictions_of_precision():
-    assert problems(written("fp16.enabled=true bf16.enabled=true")) == [
-        "fp16.enabled and bf16.enabled: are both true, but a model computes in one dtype; set one of them to false"
-    ]
-    low = "fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8"
-    assert problems(written(low)) == [
-        "fp16.min_loss_scale = 8.0: the first scale, 2^2 = 4, is smaller; use at most 4, or raise fp16.initial_scale_power"
-    ]
-    assert resolved(written(f"{low} fp16.loss_scale=3")).precision.loss_scale is not None
+def test_a_fixed_loss_scale_ignores_the_first_dynamic_one():
+    text = "fp16.enabled=true fp16.initial_scale_power=2 fp16.min_loss_scale=8 fp16.loss_scale=3"
+    assert resolve_tree(parse_tree(text)).precision.loss_scale is not None
 
 
-HF_FILE = written("""
-    train_batch_size=auto train_micro_batch_size_per_gpu=auto gradient_accumulation_steps=auto gradient_clipping=auto
-    fp16.enabled=auto bf16.enabled=auto
-    optimizer.type=AdamW optimizer.params.lr=auto optimizer.params.betas=auto optimizer.params.eps=auto optimizer.params.weight_decay=auto
-    scheduler.type=WarmupDecayLR scheduler.params.warmup_min_lr=auto scheduler.params.warmup_max_lr=auto
+HF_FILE = parse_tree("""
+    train_batch_size=auto train_micro_batch_size_per_gpu=auto gradient_accumulation_steps=auto
+    gradient_clipping=auto fp16.enabled=auto bf16.enabled=auto
+    optimizer.type=AdamW optimizer.params.lr=auto optimizer.params.betas=auto
+    optimizer.params.eps=auto optimizer.params.weight_decay=auto
+    scheduler.type=WarmupDecayLR
+    scheduler.params.warmup_min_lr=auto scheduler.params.warmup_max_lr=auto
     scheduler.params.warmup_num_steps=auto scheduler.params.total_num_steps=auto
-    zero_optimization.stage=3 zero_optimization.reduce_bucket_size=auto zero_optimization.stage3_prefetch_bucket_size=auto
-    zero_optimization.stage3_param_persistence_threshold=auto zero_optimization.stage3_gather_16bit_weights_on_model_save=true
+    ZERO.stage=3 ZERO.reduce_bucket_size=auto ZERO.stage3_prefetch_bucket_size=auto
+    ZERO.stage3_param_persistence_threshold=auto ZERO.stage3_gather_16bit_weights_on_model_save=true
 """)
 
 
-def test_auto_is_what_the_caller_says():
+def test_the_caller_decides_auto():
     arguments = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 4,
@@ -95,74 +108,77 @@ def test_auto_is_what_the_caller_says():
         "optimizer.params.betas": [0.8, 0.99],
         "scheduler.params.warmup_num_steps": 30,
     }
-    made = resolved(HF_FILE, total_steps=700, auto=arguments)
-    batch = made.batch
+    resolved = resolve_tree(HF_FILE, total_steps=700, auto=arguments)
+    batch = resolved.batch
     assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (128, 8, 4)
-    assert (made.gradient_clipping, made.precision.compute) == (0.5, "bfloat16")
-    assert made.optimizer.params == {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0}  # fmt: skip
-    assert made.scheduler.params == {
+    assert (resolved.gradient_clipping, resolved.precision.compute) == (0.5, "bfloat16")
+    assert resolved.optimizer.params == {
+        "lr": 2e-5,
+        "betas": (0.8, 0.99),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert resolved.scheduler.params == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 2e-5,
         "warmup_num_steps": 30,
         "total_num_steps": 700,
     }
-    assert made.sources["optimizer.params.lr"] == "auto: the caller's"
-    assert made.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's lr"
-    assert made.sources["train_batch_size"] == "derived: micro 8 x accumulation 4 x dp 4"
+    assert resolved.sources["optimizer.params.lr"] == "auto: the caller's"
+    assert resolved.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's lr"
+    assert resolved.sources["train_batch_size"] == "derived: micro 8 x accumulation 4 x dp 4"
 
 
 def test_auto_without_a_caller_follows_the_published_rules():
-    made = resolved({**HF_FILE, **BATCH, "bf16": {"enabled": True}}, total_steps=700)
-    found = (made.batch.accumulation, made.gradient_clipping, made.precision.compute)
-    assert found == (1, 1.0, "bfloat16")
+    resolved = resolve_tree({**HF_FILE, **BATCH, **BF16}, total_steps=700)
+    assert (resolved.batch.accumulation, resolved.gradient_clipping) == (1, 1.0)
     defaults = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    assert made.optimizer.params == defaults
-    assert "optimizer.params.lr = 5e-05" in (made.assumed() or "")
+    assert resolved.optimizer.params == defaults
+    assert "optimizer.params.lr = 5e-05" in (resolved.assumed() or "")
     for path, source in {
         "fp16.enabled": "auto: off, because bf16 is on",
         "gradient_accumulation_steps": "auto: 1",
         "gradient_clipping": "auto: 1.0, the default of DeepSpeed and of Transformers",
     }.items():
-        assert made.sources[path] == source
-    # What `faults.non_finite` does follows from the device, too.
-    assert "auto" not in str(made.model_dump(exclude={"sources", "run", "faults"}))
-    assert made.faults.non_finite == "auto"
+        assert resolved.sources[path] == source
+    # The device decides `faults.non_finite` later.
+    assert "auto" not in str(resolved.model_dump(exclude={"sources", "run", "faults"}))
+    assert resolved.faults.non_finite == "auto"
 
 
-def test_auto_that_nothing_decides_names_the_field():
-    found = problems({**HF_FILE, "train_micro_batch_size_per_gpu": "auto"})
-    assert [text.split(":")[0] for text in found] == [
-        "train_micro_batch_size_per_gpu = 'auto'",
-        "fp16.enabled = 'auto'",
-        "bf16.enabled = 'auto'",
-        "scheduler.params.total_num_steps = 'auto'",
+def test_auto_that_nothing_decides_is_refused_by_field():
+    assert fields_refused({**HF_FILE, "train_micro_batch_size_per_gpu": "auto"}) == [
+        "train_micro_batch_size_per_gpu",
+        "fp16.enabled",
+        "bf16.enabled",
+        "scheduler.params.total_num_steps",
     ]
 
 
-def test_half_precision_left_open_is_never_float32_in_silence():
-    """E4: "auto" is a choice of the command line. It is derived from the other key, or refused by name."""
-    for text, refused in (
-        ("bf16.enabled=auto", "bf16.enabled"),
-        ("fp16.enabled=auto bf16.enabled=false", "fp16.enabled"),
-    ):
-        assert [problem.split(" ")[0] for problem in problems(written(text))] == [refused]
-    made = resolved(written("bf16.enabled=auto fp16.enabled=true"))
-    assert made.precision.compute == "float16"
-    assert made.sources["bf16.enabled"] == "auto: off, because fp16 is on"
-    neither = resolved(written("bf16.enabled=auto fp16.enabled=auto"), auto={"bf16.enabled": False})
+def test_open_half_precision_never_becomes_float32_silently():
+    assert fields_refused(parse_tree("bf16.enabled=auto")) == ["bf16.enabled"]
+    text = "fp16.enabled=auto bf16.enabled=false"
+    assert fields_refused(parse_tree(text)) == ["fp16.enabled"]
+
+    resolved = resolve_tree(parse_tree("bf16.enabled=auto fp16.enabled=true"))
+    assert resolved.precision.compute == "float16"
+    assert resolved.sources["bf16.enabled"] == "auto: off, because fp16 is on"
+
+    both = parse_tree("bf16.enabled=auto fp16.enabled=auto")
+    neither = resolve_tree(both, auto={"bf16.enabled": False})
     assert neither.precision.compute is None
     assert neither.sources["fp16.enabled"] == "auto: off, as the caller chose neither"
 
 
-def test_the_schedules_length_is_the_callers_or_the_runs():
+def test_the_schedule_is_as_long_as_the_run():
     text = "scheduler.type=WarmupDecayLR scheduler.params.total_num_steps=auto run.steps=30"
     for context, steps, source in (
         ({}, 30, "auto: run.steps"),
         ({"total_steps": 7}, 7, "auto: the caller's"),
     ):
-        made = resolved(written(text), **context)
-        assert made.scheduler.params["total_num_steps"] == steps
-        assert made.sources["scheduler.params.total_num_steps"] == source
+        resolved = resolve_tree(parse_tree(text), **context)
+        assert resolved.scheduler.params["total_num_steps"] == steps
+        assert resolved.sources["scheduler.params.total_num_steps"] == source
 
 
 def test_the_highest_rate_of_a_schedule_is_the_optimizers():
@@ -171,146 +187,156 @@ def test_the_highest_rate_of_a_schedule_is_the_optimizers():
         ({}, 1e-3),
         ({"type": "SGD", "params": {"lr": 0.5}}, 0.5),
         ({"type": "Adagrad"}, 1e-2),
-        ({"type": "Lion"}, 1e-3),
     ):
-        assert resolved({**tree, "optimizer": optimizer}).scheduler.params["warmup_max_lr"] == rate
-    (problem,) = problems({**tree, "optimizer": {"type": "some.module.Optimizer"}})
-    words = "scheduler.params.warmup_max_lr = 'auto': is the optimizer's lr, which optimizer.params does not give"
-    assert problem.startswith(words)
-
-
-def check_bucket(row):
-    assert resolved(written(row[0])).data_parallel.bucket_bytes == float(row[1]) * MIB
+        resolved = resolve_tree({**tree, "optimizer": optimizer})
+        assert resolved.scheduler.params["warmup_max_lr"] == rate
+    message = "warmup_max_lr = 'auto': is the optimizer's lr, which optimizer.params does not give"
+    with pytest.raises(ConfigError, match=message):
+        resolve_tree({**tree, "optimizer": {"type": "some.module.Optimizer"}})
 
 
 BUCKETS = """
     parallel.tp=1 -> 25
     parallel.bucket_mib=1.5 -> 1.5
-    zero_optimization.reduce_bucket_size=262144 -> 1
-    zero_optimization.reduce_bucket_size=262144 communication_data_type=bf16 -> 0.5
-    zero_optimization.reduce_bucket_size=auto -> 25
-    zero_optimization.reduce_bucket_size=auto model.config.model_type=gpt2 model.config.n_embd=512 -> 1
-    zero_optimization.reduce_bucket_size=1000 zero_optimization.stage=2 -> 25
-    zero_optimization.reduce_bucket_size=1000 bf16.enabled=true -> 25
-    zero_optimization.reduce_bucket_size=262144 parallel.bucket_mib=1 -> 1
+    ZERO.reduce_bucket_size=262144 -> 1
+    ZERO.reduce_bucket_size=262144 communication_data_type=bf16 -> 0.5
+    ZERO.reduce_bucket_size=auto -> 25
+    ZERO.reduce_bucket_size=auto model.config.model_type=gpt2 model.config.n_embd=512 -> 1
+    ZERO.reduce_bucket_size=1000 ZERO.stage=2 -> 25
+    ZERO.reduce_bucket_size=1000 bf16.enabled=true -> 25
+    ZERO.reduce_bucket_size=262144 parallel.bucket_mib=1 -> 1
 """
-"""MiB of a gradient bucket."""
+"""Sizes of a gradient bucket in MiB."""
 
 
-def test_bucket():
-    check_rows(rows(BUCKETS), check_bucket)
+def check_bucket(row):
+    text, mebibytes = row
+    resolved = resolve_tree(parse_tree(text))
+    assert resolved.data_parallel.bucket_bytes == float(mebibytes) * MIB
+
+
+def test_size_of_gradient_buckets():
+    check_rows(parse_rows(BUCKETS), check_bucket)
     automatic = {"zero_optimization": {"reduce_bucket_size": "auto"}}
-    assert resolved(automatic, hidden_size=64).data_parallel.bucket_bytes == 4 * 64 * 64
+    assert resolve_tree(automatic, hidden_size=64).data_parallel.bucket_bytes == 4 * 64 * 64
 
 
-def test_the_links_decide_the_bucket_where_nothing_else_does():
-    """DeepSpeed's key wins."""
+def test_links_decide_the_bucket_if_the_file_does_not():
     for text, by_links in {
         "parallel.tp=1": True,
-        "zero_optimization.reduce_bucket_size=auto": True,
+        "ZERO.reduce_bucket_size=auto": True,
         "parallel.bucket_mib=25": False,
-        "zero_optimization.reduce_bucket_size=1000": False,
+        "ZERO.reduce_bucket_size=1000": False,
     }.items():
-        assert resolved(written(text)).data_parallel.bucket_by_links is by_links, text
+        assert resolve_tree(parse_tree(text)).data_parallel.bucket_by_links is by_links, text
 
 
-WRONG = """
-    zero_optimization.reduce_bucket_size=1000 parallel.bucket_mib=1 -> zero_optimization.reduce_bucket_size = 1000 and parallel.bucket_mib = 1: both set the bucket and disagree: 1000 x 4 bytes = 0.0038147 MiB; keep one of them
-    data_parallel_size=2 parallel.tp=1 -> data_parallel_size = 2: dp_replicate 4 x dp_shard 1 = 4 with 4 processes (dp_replicate=4); leave it out or set it to 4
-    num_layers=2 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 2; use 2 or fewer
-    model.config.model_type=llama model.config.num_hidden_layers=3 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 3;
-    model.config.model_type=gpt2 model.config.n_layer=3 num_layers=2 -> num_layers = 2: the model section describes 3 layers; leave it out or set it to 3
+REFUSALS = """
+    ZERO.reduce_bucket_size=1000 parallel.bucket_mib=1 -> zero_optimization.reduce_bucket_size = \
+        1000 and parallel.bucket_mib = 1: both set the bucket and disagree: \
+        1000 x 4 bytes = 0.0038147 MiB; keep one of them
+    data_parallel_size=2 parallel.tp=1 -> data_parallel_size = 2: dp_replicate 4 x dp_shard 1 = 4 \
+        with 4 processes (dp_replicate=4); leave it out or set it to 4
+    num_layers=2 parallel.pp=4 -> parallel.pp = 4: a pipeline stage has at least one layer, \
+        but the model has 2; use 2 or fewer
+    model.config.model_type=llama model.config.num_hidden_layers=3 parallel.pp=4 \
+        -> parallel.pp = 4: a pipeline stage has at least one layer, but the model has 3;
+    model.config.model_type=gpt2 model.config.n_layer=3 num_layers=2 \
+        -> num_layers = 2: the model section describes 3 layers; leave it out or set it to 3
 """
 
 
-def test_sizes_that_contradict_each_other():
-    check_rows(rows(WRONG), check_impossible)
-    assert resolved({"data_parallel_size": 4}).layout.dp == 4
+def test_contradictions_are_refused():
+    def use(text):
+        try:
+            resolve_tree(parse_tree(text))
+        except ConfigError as error:
+            assert len(error.problems) == 1
+            raise
+
+    check_refusals(REFUSALS, use)
+    assert resolve_tree({"data_parallel_size": 4}).layout.dp == 4
+
+
+def test_a_layout_that_does_not_exist_is_the_only_problem():
+    text = "ZERO.stage=3 parallel.secondary_partition=2 parallel.tp=3"
+    assert fields_refused(parse_tree(text)) == ["parallel"]
 
 
 def test_the_callers_batch_size_replaces_a_missing_one():
-    made = resolve(load({}), world_size=2, micro_batch_size=3)
-    assert made.batch.train_batch_size == 6
-    assert made.sources["train_micro_batch_size_per_gpu"] == "the caller's"
-    made = resolve(load({"train_batch_size": 8}), world_size=2, micro_batch_size=3)
-    assert made.batch.micro_batch_size == 4
+    resolved = resolve(load({}), world_size=2, micro_batch_size=3)
+    assert resolved.batch.train_batch_size == 6
+    assert resolved.sources["train_micro_batch_size_per_gpu"] == "the caller's"
+    resolved = resolve(load({"train_batch_size": 8}), world_size=2, micro_batch_size=3)
+    assert resolved.batch.micro_batch_size == 4
 
 
 def test_defaults_are_those_of_deepspeed():
-    made = resolved({})
-    assert made.gradient_clipping == 1.0
-    assert made.data_parallel.stage == 0
-    assert made.data_parallel.unused_parameters is True
-    assert made.optimizer.type == "AdamW"
-    assert made.scheduler is None
-    assert (made.seed, made.compile.enabled) == (0, False)
+    resolved = resolve_tree({})
+    assert resolved.gradient_clipping == 1.0
+    assert resolved.data_parallel.stage == 0
+    assert resolved.data_parallel.unused_parameters is True
+    assert resolved.optimizer.type == "AdamW"
+    assert resolved.scheduler is None
+    assert (resolved.seed, resolved.compile.enabled) == (0, False)
 
 
-def test_a_resolved_configuration_survives_its_own_json():
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
-    others = written("scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3 fp16.enabled=true model.config.model_type=llama")  # fmt: skip
-    made = resolved({"optimizer": optimizer, **others, "data": {}, "run": {}})
-    assert Resolved.model_validate_json(made.model_dump_json()) == made
+def test_a_resolved_configuration_survives_json():
+    text = """
+        optimizer.type=AdamW optimizer.params.lr=1e-3 optimizer.params.betas=[0.9,0.95]
+        scheduler.type=WarmupLR scheduler.params.warmup_num_steps=3 fp16.enabled=true
+        model.config.model_type=llama data={} run={}
+    """
+    resolved = resolve_tree(parse_tree(text))
+    assert Resolved.model_validate_json(resolved.model_dump_json()) == resolved
 
 
-def test_a_configuration_made_in_python_knows_its_sources():
+def test_a_configuration_from_python_knows_its_sources():
     text = "train_micro_batch_size_per_gpu=2 bf16.enabled=true optimizer.params.lr=1e-3"
-    config = Config.model_validate(written(text))
-    made = resolve(config, world_size=2)
-    assert made.precision.reduce == "bfloat16"
-    for path in ("train_micro_batch_size_per_gpu", "optimizer.params.lr"):
-        assert made.sources[path] == "given"
-    assert made.sources["gradient_clipping"] == "default"
+    config = Config.model_validate(parse_tree(text))
     assert load(config) is config
+    resolved = resolve(config, world_size=2)
+    assert resolved.precision.reduce == "bfloat16"
+    assert resolved.sources["train_micro_batch_size_per_gpu"] == "given"
+    assert resolved.sources["optimizer.params.lr"] == "given"
+    assert resolved.sources["gradient_clipping"] == "default"
 
 
-@pytest.mark.parametrize("source", [5, None])
-def test_what_is_no_configuration_is_an_error_of_the_program(source):
+def test_another_type_of_source_is_refused():
     with pytest.raises(TypeError, match="a configuration is a path or a mapping, not"):
-        load(source)
+        load(5)
 
 
-def test_the_warning_names_the_keys_that_mean_nothing():
-    assert load({"bf16": {"enabled": True}}).provenance.warning() is None
-    names = ("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_scatter", "allgather_partitions")  # fmt: skip
-    values = {**dict.fromkeys(names, True), "sub_group_size": 1e9}
-    assert load({"zero_optimization": values}).provenance.warning() == (
-        "the configuration: ignored are zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
-        "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` has the reasons"
-    )
+def test_the_warning_names_ignored_keys():
+    assert load(BF16).provenance.warning() is None
+    keys = {
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_scatter": True,
+        "allgather_partitions": True,
+    }
+    warning = load({"zero_optimization": keys}).provenance.warning()
+    names = [f"zero_optimization.{key}" for key in keys]
+    assert f"ignored are {', '.join(names[:3])}, {names[3]} and 1 more;" in warning
+    assert "`plait config explain` has the reasons" in warning
 
 
-def test_compression():
-    def made(stage, **parallel):
-        return resolved({"zero_optimization": {"stage": stage}, "parallel": parallel}, world_size=4)
+def test_compression_settings():
+    def resolve_stage(stage, **parallel):
+        return resolve_tree({"zero_optimization": {"stage": stage}, "parallel": parallel})
 
     def scheme(stage, **parallel):
-        """Bits of gradients and of weights, rank, error feedback, and whether it can be revoked."""
-        return tuple(made(stage, **parallel).compression.scheme.model_dump().values())
+        """Return bits of gradients and weights, rank, error feedback, and if it can be revoked."""
+        compression = resolve_stage(stage, **parallel).compression
+        return tuple(compression.scheme.model_dump().values())
 
     assert scheme(0, compress_gradients="int8") == (8, 0, 0, True, False)
     assert scheme(2, compress_gradients="int4", compress_weights="int8") == (4, 8, 0, False, False)
     assert scheme(2, compress_gradients="int4", error_feedback=True)[3]
     assert scheme(0, compress_gradients="powersgd", powersgd_rank=2)[2] == 2
-    # At stage 2 weights have no second copy, and a copy over all 4 ranks is no second one.
+
+    # Stage 2 keeps weights unsharded, and a partition over all 4 ranks is the primary one.
     for stage, size, expected in ((2, 2, 0), (3, 2, 2), (3, 4, 0)):
-        assert made(stage, secondary_partition=size).data_parallel.secondary_partition == expected
-
-
-IMPOSSIBLE = """
-    zero_optimization.stage=2 parallel.compress_gradients=powersgd -> parallel.compress_gradients = 'powersgd': factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards
-    bf16.enabled=true parallel.compress_gradients=int8 -> parallel.compress_gradients = 'int8': at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block
-    parallel.all_reduce=ring parallel.transport=shared-memory -> parallel.all_reduce = 'ring': parallel.transport is shared-memory, which has its own all-reduce
-    zero_optimization.stage=3 parallel.secondary_partition=3 -> parallel.secondary_partition = 3: does not divide parallel.dp_shard, which is 4; use 2, 4
-    zero_optimization.stage=3 parallel.secondary_partition=2 parallel.tp=3 -> parallel: pp 1 x cp 1 x tp 3 = 3 and 4 % 3 = 1
-"""
-"""The last reports the layout only, and not a partition of the processes that it does not have."""
-
-
-def check_impossible(row):
-    (problem,) = problems(written(row[0]))
-    assert problem.startswith(row[1])
-
-
-def test_compression_that_cannot_be_had():
-    check_rows(rows(IMPOSSIBLE), check_impossible)
+        resolved = resolve_stage(stage, secondary_partition=size)
+        assert resolved.data_parallel.secondary_partition == expected

@@ -1,12 +1,10 @@
-"""The sections `model`, `data` and `run`: what contradicts itself is refused with what to do."""
+"""Contradictions in the sections `model`, `data` and `run` are refused with a remedy."""
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from tests.table import check_rows
-from tests.unit.config.cases import rows
+from tests.unit.config.cases import check_refusals
 
 CONTRADICTIONS = {
     ModelSection: """
@@ -35,8 +33,4 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("section", CONTRADICTIONS)
 def test_contradictions_are_refused(section):
-    def check(row):
-        with pytest.raises(ValidationError, match=row[1]):
-            section(**yaml.safe_load(row[0]))
-
-    check_rows(rows(CONTRADICTIONS[section]), check)
+    check_refusals(CONTRADICTIONS[section], lambda text: section(**yaml.safe_load(text)))
