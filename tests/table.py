@@ -4,7 +4,7 @@ import pytest
 
 
 def check_rows(rows, check):
-    """Call `check` with each row, and fail at the end with the names of all rows for which it failed.
+    """Call `check` with each row, and fail at the end with the names of all rows that failed.
 
     Args:
         rows: Arguments of `check`, keyed by the name of the row.
