@@ -392,7 +392,7 @@ FOLLOWED = {
     "reachable from the others.": "unit/cli/launching/test_meeting.py::test_a_machine_that_does_not_come",
     "finds no address for the name": "unit/cli/launching/test_meeting.py::test_a_name_without_an_address",
     "raise the limit on its machine: {remedy}": "unit/cluster/test_open_files.py::test_the_advised_limit_suffices",
-    "pass model.config, or a folder with a config.json": "fake/test_dry_run.py::test_what_it_advises_works",
+    "pass model.config, or a folder with a config.json": "fake/test_dry_run.py::test_remedies_of_errors_work",
     # checkpoints and generation
     "was written by DeepSpeed; convert it with `plait import": "unit/checkpoint/test_import.py::test_advice",
     "{remedy}; or use_cache=False": "unit/inference/test_rope_by_length.py::test_without_a_cache_that_transformers_has",
