@@ -1,4 +1,4 @@
-"""One pipeline rank of a fake world, and its ledger."""
+"""A pipeline rank of a fake world, and its ledger."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_deepseek_v3(rank):
 
 
 def test_grouped_products_in_float32_are_refused():
-    """Without the check, torch would end the dry run with an error that names no setting."""
+    """torch would otherwise end the dry run with an error that names no setting."""
     message = "computes its experts in float32 by torch's grouped_mm, .* set bf16.enabled = true"
     with pytest.raises(ModelError, match=message):
         run(SMALL, {"dp_replicate": 2}, stage=0, rank=0, length=8, experts="grouped_mm")

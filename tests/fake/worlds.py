@@ -1,4 +1,4 @@
-"""One rank of a fake world: its engine, its measured bytes and its ledger."""
+"""A rank of a fake world: its engine, its measured bytes and its ledger."""
 
 from __future__ import annotations
 
