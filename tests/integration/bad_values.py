@@ -1,8 +1,8 @@
 """Files that the command lines of `bad_values.jsonl` use: a run that could start, and wrong files.
 
-A line of the table is [kind, command line, text of the message]. A fourth entry "quick" puts it into
-`make test`. The kinds are "set" for values of `--set` of `plait train run.json`, "plan" for further
-arguments of a `plait plan` that would succeed, and "cmd" for complete command lines.
+A line of the table is [kind, command line, text of the message]. A fourth entry "quick" puts it
+into `make test`. The kinds are "set" for values of `--set` of `plait train run.json`, "plan" for
+further arguments of a `plait plan` that would succeed, and "cmd" for complete command lines.
 """
 
 from __future__ import annotations

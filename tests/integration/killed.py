@@ -1,8 +1,8 @@
 """`plait train` on two processes, killed repeatedly until the run is complete.
 
 test_killed.py runs it in a process. The ranks are forks of that process, which has torch in memory,
-with the variables that a launcher sets. A rank is killed at the start of a given call of a function,
-or at a random time. The other rank is killed then, as launchers do.
+with the variables that a launcher sets. A rank is killed at the start of a given call of a
+function, or at a random time. The other rank is killed then, as launchers do.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 test_many_processes.py runs it. Torch and Plait are imported once and the ranks are forked, which
 saves memory and time. A process may fork only before its first backward, because the threads of
-autograd do not survive a fork. Each rank joins a TCP store, creates every group of a layout with four
-mesh dimensions, trains one step, writes its shards of a checkpoint, reports its results in
+autograd do not survive a fork. Each rank joins a TCP store, creates every group of a layout with
+four mesh dimensions, trains one step, writes its shards of a checkpoint, reports its results in
 `FOLDER/rank-<n>.json`, and ends.
 """
 
