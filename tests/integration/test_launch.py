@@ -159,7 +159,7 @@ class Launcher:
         process = self.start(*arguments, text=text)
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(ranks)]
-        return process, [int(re.search(r"ready (\d+)", line)[1]) for line in lines]  # type: ignore[index]
+        return process, [int(line.removeprefix("ready ")) for line in lines]
 
     def close(self):
         for process in self.processes:

@@ -267,16 +267,14 @@ def differences(expected, actual, rank, tolerance):
     lines = []
     if len(expected.weights) != len(actual.weights):
         lines.append(f"{len(actual.weights)} records of weights for {len(expected.weights)}")
-    for step, (expected_values, actual_values) in enumerate(
-        zip(expected.weights, actual.weights, strict=False)
-    ):
-        if expected_values.keys() != actual_values.keys():
-            lines.append(
-                f"step {step}: other parameters {sorted(expected_values.keys() ^ actual_values.keys())}"
-            )
+    for step, weights in enumerate(zip(expected.weights, actual.weights, strict=False)):
+        expected_weights, actual_weights = weights
+        different_names = expected_weights.keys() ^ actual_weights.keys()
+        if different_names:
+            lines.append(f"step {step}: other parameters {sorted(different_names)}")
             continue
-        for name, tensor in expected_values.items():
-            error = _error(tensor, actual_values[name])
+        for name, tensor in expected_weights.items():
+            error = _error(tensor, actual_weights[name])
             if not error <= tolerance:
                 lines.append(f"step {step}: {name} is {error:.2e} off")
     for kind in ("losses", "notes"):

@@ -66,7 +66,7 @@ def prepared(rank, world, case):
 
 
 def test_documents_are_found_on_the_host(simulated):
-    """They are searched once per micro-batch, and neither layers nor recomputation ask the device."""
+    """They are searched once per micro-batch. Neither layers nor recomputation ask the device."""
     case = Case("ulysses", "packed", stage=0, more=(("recompute", {"mode": "full"}),))
     for places, waited, bounds in simulated.run(2, prepared, case):
         assert places == ["cpu", "cpu"]

@@ -60,7 +60,8 @@ def _axes_name(tp, dp, stage, technique, states):
 def test_axes(simulated, row, tp, dp, stage, technique, states):
     config = on_axes(tp, dp, stage, technique, states)
     tied = technique != "chunks of the loss"
-    error = tensor_parallel.check(simulated, tp * dp, "llama", tied, config)  # type: ignore[arg-type]
+    world = tp * dp
+    error = tensor_parallel.check(simulated, world, "llama", tied, config)  # type: ignore[arg-type]
     row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, error)
 
 
@@ -108,7 +109,8 @@ def test_stages(simulated, row, schedule, pp, tp, dp, stage, technique):
 
 def _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique):
     config = in_stages(schedule, pp, tp, dp, stage, technique)
-    error = pipelines.check(simulated, pp * tp * dp, "llama", True, config)  # type: ignore[arg-type]
+    world = pp * tp * dp
+    error = pipelines.check(simulated, world, "llama", True, config)  # type: ignore[arg-type]
     row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, error)
 
 

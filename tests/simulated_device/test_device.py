@@ -69,7 +69,7 @@ def _fused(device):
 
 
 def fused_kernels(rank, world):
-    """Compare operators that have fused kernels in builds of torch with CUDA. Runs on every rank."""
+    """Compare operators with fused kernels in builds of torch with CUDA. Runs on every rank."""
     for on_cpu, on_device in zip(_fused("cpu"), _fused("cuda"), strict=True):
         assert torch.allclose(on_cpu, on_device, atol=1e-12)
 
@@ -221,8 +221,8 @@ def refusals(rank, world):
     """Runs on every rank."""
     with pytest.raises(RuntimeError, match="no CUDA graphs"):
         torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="no CUDA graphs"), torch.cuda.graph(None):  # type: ignore[arg-type]
-        pass
+    with pytest.raises(RuntimeError, match="no CUDA graphs"):
+        torch.cuda.graph(None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.ones(1, device="cuda:9")
 

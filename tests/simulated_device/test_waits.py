@@ -178,7 +178,8 @@ def timed(rank, world):
         products = watch.behind
         watch.behind = []
         x = torch.ones(4, device=CUDA)
-        with single_rank._DeviceProfile(SimpleNamespace(device=CUDA)).step():  # type: ignore[arg-type]
+        profile = single_rank._DeviceProfile(SimpleNamespace(device=CUDA))  # type: ignore[arg-type]
+        with profile.step():
             x.add_(1)
         return products, watch.behind
 
@@ -255,7 +256,8 @@ def messages(rank, world):
 def test_messages(simulated):
     """Objects and tensors pass between two stages."""
     assert simulated.run(2, messages)[1] == [0, 0, 1, 1]
-    pipelines.check(simulated, 2, "plain", True, in_stages("1f1b", 2, 1, 1, 0, "plain"))  # type: ignore[arg-type]
+    config = in_stages("1f1b", 2, 1, 1, 0, "plain")
+    pipelines.check(simulated, 2, "plain", True, config)  # type: ignore[arg-type]
 
 
 def test_overlapped_products(simulated):
