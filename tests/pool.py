@@ -100,23 +100,23 @@ def _keep_groups():
         return once(key, lambda: stages(self, which, *args, **options))
 
     mesh.end_groups = lambda groups: None  # the next task has the same mesh
-    mesh.init_device_mesh = cache(mesh.init_device_mesh)  # type: ignore[assignment]
+    mesh.init_device_mesh = cache(mesh.init_device_mesh)
     mesh.split_by_node = lambda groups, nodes: once(
         (repr(groups), tuple(nodes)), lambda: split(groups, nodes)
     )
 
     def message_groups(self, count):
         def new():
-            mesh.Mesh.stages_group = stages  # type: ignore[method-assign]
+            mesh.Mesh.stages_group = stages
             try:
                 return messages(self, count)
             finally:
-                mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
+                mesh.Mesh.stages_group = stages_group
 
         return once(("messages", self.layout, count), new)
 
-    mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
-    mesh.Mesh.message_groups = message_groups  # type: ignore[method-assign]
+    mesh.Mesh.stages_group = stages_group
+    mesh.Mesh.message_groups = message_groups
 
 
 class _OneDevice(type):
@@ -145,7 +145,7 @@ def _gloo_device():
 
 
 def _share_gloo_device():
-    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {})  # type: ignore[assignment,misc]
+    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {})
 
 
 def _serve(connection, rank, world_size, port):
@@ -226,9 +226,9 @@ class _Crew:
                     f"no answer within {timeout} s from ranks {sorted(waiting.values())}"
                 )
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                rank = waiting.pop(connection)
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value = connection.recv()
                 except EOFError as error:
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode

@@ -468,7 +468,7 @@ def test_quickstart_is_what_its_page_says(tmp_path, monkeypatch):
         "data.source=files",
         f"data.paths=[{Path(email.__file__).parent}/*.py]",
         "data.vocab_size=600",
-        f"model.config.vocab_size={original.data.vocab_size}",  # type: ignore[union-attr]
+        f"model.config.vocab_size={original.data.vocab_size}",
     ]
     config = load(QUICKSTART, overrides)
     checked = check(config, world_size=2, cache=tmp_path, say=lambda text: None)

@@ -200,7 +200,7 @@ def measure_in_flight(engine, batch):
             offloaded.store.drain()
         after.append((action, live.total - live.bytes[_MESSAGES] - bytes_before))
 
-    messenger.receive = counted_receive  # type: ignore[method-assign]
+    messenger.receive = counted_receive
     runtime.observers.append(observe)
     runtime.listeners.append(listen)
     try:
@@ -209,7 +209,7 @@ def measure_in_flight(engine, batch):
     finally:
         runtime.observers.remove(observe)
         runtime.listeners.remove(listen)
-        messenger.receive = receive  # type: ignore[method-assign]
+        messenger.receive = receive
         unwatch()
     return MeasuredInFlight(after)
 

@@ -220,7 +220,7 @@ def staged(rank, world):
     """Return a tensor as the thread that writes gets it. Runs on every rank."""
     snapshot = SimpleNamespace(tensors={"x": torch.arange(4.0, device=CUDA)})
     # The copy is internal, and in a complete save another wait would hide a missing one.
-    copies = Writer(SimpleNamespace(device=CUDA))._stage(snapshot)  # type: ignore[arg-type]
+    copies = Writer(SimpleNamespace(device=CUDA))._stage(snapshot)
     return copies["x"].tolist()
 
 

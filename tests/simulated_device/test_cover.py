@@ -61,7 +61,7 @@ def test_axes(simulated, row, tp, dp, stage, technique, states):
     config = on_axes(tp, dp, stage, technique, states)
     tied = technique != "chunks of the loss"
     world = tp * dp
-    error = tensor_parallel.check(simulated, world, "llama", tied, config)  # type: ignore[arg-type]
+    error = tensor_parallel.check(simulated, world, "llama", tied, config)
     row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, error)
 
 
@@ -110,7 +110,7 @@ def test_stages(simulated, row, schedule, pp, tp, dp, stage, technique):
 def _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique):
     config = in_stages(schedule, pp, tp, dp, stage, technique)
     world = pp * tp * dp
-    error = pipelines.check(simulated, world, "llama", True, config)  # type: ignore[arg-type]
+    error = pipelines.check(simulated, world, "llama", True, config)
     row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, error)
 
 

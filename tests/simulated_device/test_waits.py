@@ -123,7 +123,7 @@ def test_reductions(simulated, kind, unused_parameters):
     config = on_axes(1, 2, 0, "plain", "on the device")
     config["parallel"]["unused_parameters"] = unused_parameters
     config["parallel"]["all_reduce"] = "all-reduce"  # independent of a measurement
-    tensor_parallel.check(simulated, 2, kind, True, config)  # type: ignore[arg-type]
+    tensor_parallel.check(simulated, 2, kind, True, config)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "reduce-scatter+all-gather"])
@@ -132,7 +132,7 @@ def test_composed_all_reduces(simulated, algorithm):
     world = 4 if algorithm == "recursive-doubling" else 2
     parallel = {"tp": 1, "all_reduce": algorithm, "bucket_mib": 0.002}
     config = config_of(world, 0, parallel=parallel)
-    tensor_parallel.check(simulated, world, "plain", True, config)  # type: ignore[arg-type]
+    tensor_parallel.check(simulated, world, "plain", True, config)
 
 
 def composed(rank, world):
@@ -178,7 +178,7 @@ def timed(rank, world):
         products = watch.behind
         watch.behind = []
         x = torch.ones(4, device=CUDA)
-        profile = single_rank._DeviceProfile(SimpleNamespace(device=CUDA))  # type: ignore[arg-type]
+        profile = single_rank._DeviceProfile(SimpleNamespace(device=CUDA))
         with profile.step():
             x.add_(1)
         return products, watch.behind
@@ -257,14 +257,14 @@ def test_messages(simulated):
     """Objects and tensors pass between two stages."""
     assert simulated.run(2, messages)[1] == [0, 0, 1, 1]
     config = in_stages("1f1b", 2, 1, 1, 0, "plain")
-    pipelines.check(simulated, 2, "plain", True, config)  # type: ignore[arg-type]
+    pipelines.check(simulated, 2, "plain", True, config)
 
 
 def test_overlapped_products(simulated):
     """Row-parallel products are cut, and gradients of inputs overlap with those of weights."""
     config = on_axes(2, 1, 0, "plain", "on the device")
     config["parallel"]["tensor_overlap"] = 2
-    tensor_parallel.check(simulated, 2, "llama", True, config)  # type: ignore[arg-type]
+    tensor_parallel.check(simulated, 2, "llama", True, config)
 
 
 def pending(rank, world):

@@ -298,11 +298,11 @@ def _storages():
 
     storage: Any = torch.UntypedStorage
     storage.resize_ = resize_
-    torch.storage._StorageBase.to = storage.to = to  # type: ignore[attr-defined]
+    torch.storage._StorageBase.to = storage.to = to
     storage.cuda = lambda self, device=None, non_blocking=False: moved(
         self, torch.device("cuda", _index(device))
     )
-    torch.storage._StorageBase.cuda = storage.cuda  # type: ignore[attr-defined]
+    torch.storage._StorageBase.cuda = storage.cuda
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else to_host(self)
 
 
@@ -323,7 +323,7 @@ def _nccl():
     for where in (core._distributed_c10d, distributed_c10d, dist):
         where.ProcessGroupNCCL = module.ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
-    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[assignment]
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     cuda.nccl.version = lambda: (2, 28, 9)
 
 
