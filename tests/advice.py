@@ -19,12 +19,12 @@ class Case:
     """A mistake and its remedy.
 
     Attributes:
-        words: Text of the message, from the rule to the remedy.
+        texts: Parts of the message, such as its rule and its remedy.
         mistake: Function that raises.
         remedy: Function that does what the message says. It returns False if that had no effect.
     """
 
-    words: tuple[str, ...]
+    texts: tuple[str, ...]
     mistake: Callable[[], Any]
     remedy: Callable[[], Any]
 
@@ -33,13 +33,13 @@ def failures(table):
     """Return the messages that are not raised, and the remedies that fail."""
     problems = []
     for case in table:
-        name = case.words[0]
+        name = case.texts[0]
         try:
             case.mistake()
             problems.append(f"{name}: nothing was raised")
         except PlaitError as error:
             message = str(error)
-            problems += [f"{text!r} not in: {error}" for text in case.words if text not in message]
+            problems += [f"{text!r} not in: {error}" for text in case.texts if text not in message]
         except Exception:
             problems.append(f"{name}: another error: {traceback.format_exc(limit=-3)}")
 

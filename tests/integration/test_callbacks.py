@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from tests.integration.commands import run_plait
+from tests.integration.json_lines import rows_of_run
 from tests.integration.tiny import llama
 
 ROOT = Path(__file__).parents[2]
@@ -55,5 +56,5 @@ def test_a_callback_ends_a_run_that_continues(tmp_path, monkeypatch, capsys):
 
     run_plait("train run.json --set run.callbacks=[] --set run.steps=6")
     assert "finished" in capsys.readouterr().out
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    steps = rows_of_run(tmp_path / "run", "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]

@@ -15,6 +15,7 @@ from collections import defaultdict
 import pytest
 
 from tests.integration.commands import run_plait
+from tests.integration.json_lines import rows_of_run, write_rows
 from tests.integration.tiny import llama
 from tests.unit.data.byte_tokenizer import tokenizer
 
@@ -48,8 +49,7 @@ def config_of(folder, data, **sections):
 @pytest.fixture
 def chat(tmp_path):
     """Configuration for conversations, complete ones in each sequence."""
-    rows = tmp_path / "chat.jsonl"
-    rows.write_text("".join(json.dumps(conversation(number)) + "\n" for number in range(40)))
+    rows = write_rows(tmp_path / "chat.jsonl", map(conversation, range(40)))
     data = {"source": "jsonl", "paths": [str(rows)], "format": "chat", "packing": "documents"}
     return config_of(tmp_path, data)
 
@@ -101,12 +101,9 @@ def train(*arguments, **parallel):
 def losses_of(folder, run):
     """Return the losses of every step. A step that was repeated has several."""
     losses = defaultdict(list)
-    file = folder / run / "metrics.jsonl"
-    if file.exists():
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
-            if row["event"] == "step":
-                losses[row["step"]].append(row["loss"])
+    if (folder / run / "metrics.jsonl").exists():
+        for row in rows_of_run(folder / run, "step"):
+            losses[row["step"]].append(row["loss"])
     return losses
 
 

@@ -1,6 +1,7 @@
 """Commands and code of the README, the tutorials and the how-to guides run as they are printed."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -29,7 +30,13 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LINES = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+
+
+def blocks_in(language):
+    return [text for block_language, text in BLOCKS if block_language == language]
+
+
+LINES = "".join(blocks_in("")).splitlines()
 COMMANDS = sorted({line.split("  #")[0].strip() for line in LINES if line.startswith("plait ")})
 ELSEWHERE = re.compile(
     r"plait (launch|generate|export|checkpoint|train \S+ --nnodes|train examples)|node1|hosts"
@@ -45,7 +52,7 @@ def files(tmp_path, monkeypatch):
     """Current folder with the files of the pages, under the names that the pages give them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
-    configs = [json.loads(block) for language, block in BLOCKS if language == "json"]
+    configs = [json.loads(block) for block in blocks_in("json")]
     for name, section in (("mine.json", "data"), ("run.json", "parallel")):
         (config,) = [config for config in configs if section in config and "model" in config]
         (tmp_path / name).write_text(json.dumps(config), encoding="utf-8")
@@ -90,8 +97,7 @@ def missing_lines(expected, output, *, numbers=True):
 
 def output_of_the_page(beginning):
     """Return the lines of the block of output that begins with a text."""
-    texts = [block for language, block in BLOCKS if language == "text"]
-    (block,) = [text for text in texts if text.startswith(beginning)]
+    (block,) = [text for text in blocks_in("text") if text.startswith(beginning)]
     return [line for line in block.splitlines() if line.strip() not in ("", "...")]
 
 
@@ -148,8 +154,7 @@ def test_loop_without_an_engine():
 
     import plait
 
-    texts = [block for language, block in BLOCKS if language == "python"]
-    (block,) = [text for text in texts if "parallelize" in text]
+    (block,) = [text for text in blocks_in("python") if "parallelize" in text]
     losses = []
 
     def mean_loss(output, micro_batch):
@@ -186,8 +191,7 @@ def test_asynchronous_checkpoints(tmp_path):
     x = torch.randn(4, 4)
     batches = [(x, x.sum(1, keepdim=True))] * 25
     exec(block, {"engine": engine, "batches": batches, "folder": tmp_path})
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["LATEST", "step-00000010", "step-00000020"]
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-00000010", "step-00000020"]
     loaded = engine.load_checkpoint(tmp_path)
     assert loaded is not None and loaded[1] == {"step": 20} and engine.global_steps == 20
     engine.close()

@@ -22,35 +22,27 @@ import plait
 from plait.inference.source import open_source
 from plait.inference.weight_files import stored_tensors
 from tests.integration.commands import run_plait
+from tests.integration.json_lines import read_rows, write_rows
 from tests.integration.model_folder import PAGE, adapter_of
 from tests.integration.tiny import llama
-from tests.table import check_rows
+from tests.table import check_each, check_rows
 
 PROMPTS = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
 GREEDY = "--temperature 0 --max-new-tokens 6"
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_file_of_prompts_with_and_without_a_budget(llama_folder, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
-    prompts = write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    prompts = write_rows(tmp_path / "prompts.jsonl", PROMPTS)
     common = f"generate --model {llama_folder} --prompts {prompts} {GREEDY} --out {tmp_path}"
     run_plait(f"{common}/resident.jsonl --batch-size 2")
     assert "it fits on one device" in capsys.readouterr().err
     run_plait(f"{common}/streamed.jsonl --cpu-budget 250KiB")
     assert re.search(r"[3456] layers \(.*\) are read for every token", capsys.readouterr().err)
 
-    answers = read_lines(tmp_path / "resident.jsonl")
-    assert answers == read_lines(tmp_path / "streamed.jsonl")
+    answers = read_rows(tmp_path / "resident.jsonl")
+    assert answers == read_rows(tmp_path / "streamed.jsonl")
     assert answers[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"}
     assert answers[1].keys() == {"text", "token_ids", "finish_reason"}
     model = LlamaForCausalLM.from_pretrained(llama_folder)
@@ -60,9 +52,8 @@ def test_file_of_prompts_with_and_without_a_budget(llama_folder, tmp_path, capsy
 
     run_plait(f"{common}/streamed.jsonl", code=2)
     assert "exists; pass another name" in capsys.readouterr().err
-    assert read_lines(tmp_path / "streamed.jsonl") == answers
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["prompts.jsonl", "resident.jsonl", "streamed.jsonl"]
+    assert read_rows(tmp_path / "streamed.jsonl") == answers
+    assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl", "resident.jsonl", "streamed.jsonl"]
 
 
 def test_prompt_and_chat_get_the_same_answer(llama_folder, capsys, monkeypatch):
@@ -109,12 +100,11 @@ WRONG_ARGUMENTS = {
 
 
 def test_wrong_arguments_are_refused(llama_folder, capsys):
-    def check(row):
-        arguments, message = row
+    def check(arguments, message):
         run_plait(f"generate --model {llama_folder} {arguments}", code=2)
         assert re.search(message, capsys.readouterr().err)
 
-    check_rows({row[0][:60]: row for row in WRONG_ARGUMENTS.items()}, check)
+    check_each(WRONG_ARGUMENTS.items(), check)
 
 
 WRONG_LINES = {
@@ -138,13 +128,12 @@ def test_wrong_lines_are_refused(llama_folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     out = tmp_path / "out.jsonl"
 
-    def check(row):
-        line, message = row
+    def check(line, message):
         prompts.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
         run_plait(f"generate --model {llama_folder} --prompts {prompts} --out {out}", code=2)
         assert message in capsys.readouterr().err and not out.exists()
 
-    check_rows({row[0][:60]: row for row in WRONG_LINES.items()}, check)
+    check_each(WRONG_LINES.items(), check)
 
 
 def test_unicode_line_separators_end_no_line(llama_folder, tmp_path):
@@ -280,7 +269,7 @@ def test_code_of_the_page_runs(llama_folder, tmp_path, capsys, monkeypatch):
 def test_adapter(llama_folder, tmp_path, capsys):
     """Layouts, streaming and the adapter's own folder agree, and the base model alone differs."""
     adapter = adapter_of(llama_folder, tmp_path / "adapter")
-    prompts = write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    prompts = write_rows(tmp_path / "prompts.jsonl", PROMPTS)
     with_base = f"--model {llama_folder} --adapter {adapter}"
     answers = {}
     for name, options in {
@@ -292,7 +281,7 @@ def test_adapter(llama_folder, tmp_path, capsys):
     }.items():
         out = tmp_path / f"{name.replace(' ', '-')}.jsonl"
         run_plait(f"generate {options} --prompts {prompts} --out {out} {GREEDY}")
-        answers[name] = read_lines(out)
+        answers[name] = read_rows(out)
     assert re.search(r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err)
     base = answers.pop("base")
     expected = answers["one device"]
@@ -371,7 +360,7 @@ def test_killed_rank_ends_the_command(llama_folder, tmp_path, layout):
     temporary.mkdir()
     out = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
-    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "def read"}] * 4000)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "def read"}] * 4000)
     options = f"--prompts {prompts} --out {out} {layout} 2 --batch-size 2"
     options += " --max-new-tokens 200 --temperature 0"
     process = subprocess.Popen(
@@ -401,11 +390,10 @@ def test_killed_rank_ends_the_command(llama_folder, tmp_path, layout):
     for rank in ranks:
         assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert not out.exists() and not list(temporary.iterdir())
-    answers = partial.read_text(encoding="utf-8")
-    assert answers.endswith("\n")
-    assert all(json.loads(line)["finish_reason"] for line in answers.splitlines())
-    number = len(answers.splitlines())
-    assert f"{number} of 4000 answers are finished and kept in {partial}" in error
+    assert partial.read_bytes().endswith(b"\n")
+    answers = read_rows(partial)
+    assert all(answer["finish_reason"] for answer in answers)
+    assert f"{len(answers)} of 4000 answers are finished and kept in {partial}" in error
 
 
 def test_folder_of_a_run(tmp_path, capsys):
@@ -422,7 +410,7 @@ def test_folder_of_a_run(tmp_path, capsys):
         },
         "run": {"folder": str(run), "steps": 1, "processes": 1},
     }
-    run_plait("train", write_lines(tmp_path / "run.json", [config]))
+    run_plait("train", write_rows(tmp_path / "run.json", [config]))
     capsys.readouterr()
     common = f"generate --model {run} --prompt 'def ' --temperature 0 --max-new-tokens 4"
     run_plait(common)

@@ -22,7 +22,8 @@ from plait.errors import InputError
 from plait.inference.prompt_files import AnswerFile, answer_file, read_prompts
 from plait.inference.requests import Generation
 from tests.integration.commands import run_plait
-from tests.table import check_rows
+from tests.integration.json_lines import read_rows, write_rows
+from tests.table import check_each
 
 PROMPT = '{"prompt": "def read"}\n'
 GENERATION = Generation([1], [2], [-0.5], "stop", "b")
@@ -58,15 +59,14 @@ def test_input_is_checked_before_the_model_is_loaded(
     def load(*_):
         raise AssertionError("the model is loaded")
 
-    def check(row):
-        line, options, message = row
+    def check(line, options, message):
         prompts.write_text(f"{PROMPT}\n{json.dumps(line)}\n", encoding="utf-8")
         arguments = f"--prompts {prompts} --out {tmp_path}/out.jsonl --max-new-tokens 2 {options}"
         run_plait(f"generate --model {llama_folder} --batch-size 1 {arguments}", code=2)
         assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
 
     monkeypatch.setattr(command, "_load", load)
-    check_rows({row[2]: row for row in REFUSED}, check)
+    check_each(REFUSED, check)
 
 
 def folder_with_template(llama_folder, target, template):
@@ -168,7 +168,7 @@ def test_command_continues_after_finished_answers(
 ):
     """The tokens equal those of a command that was not interrupted, even in other batches."""
     rows = [{"prompt": "def " * (1 + number % 3), "id": number} for number in range(5)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(prompts, rows)
     common = f"generate --model {llama_folder} --prompts {prompts} --max-new-tokens 4"
     if sampled:
         common += " --seed 5 --temperature 1"
@@ -192,8 +192,7 @@ def test_command_continues_after_finished_answers(
         run_plait(f"{common} --out {out} --batch-size 2", code=code)
     message = f"2 of 5 answers are finished and kept in {partial}; the same command continues after"
     assert message in capsys.readouterr().err and not out.exists()
-    answers = [json.loads(line) for line in partial.read_text(encoding="utf-8").splitlines()]
-    assert [answer["id"] for answer in answers] == [0, 1]
+    assert [answer["id"] for answer in read_rows(partial)] == [0, 1]
 
     with open(partial, "ab") as file:
         file.write(b'{"of a process that was killed')
@@ -314,7 +313,7 @@ def test_disk_that_reports_at_fsync_that_it_is_full(prompts, tmp_path, monkeypat
     monkeypatch.setattr("plait.inference.prompt_files.write_atomically", lambda *_: None)
     with pytest.raises(InputError, match="out: No space left on device"):
         write_answers(tmp_path / "out", lines)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "prompts.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["out.partial", "prompts.jsonl"]
 
 
 def test_file_of_another_program_is_not_overwritten(prompts, tmp_path):

@@ -18,6 +18,7 @@ import torch
 from plait.checkpoint.folder import find_checkpoint
 from plait.checkpoint.load import Reader
 from plait.checkpoint.windows import dtype_of
+from tests.integration.json_lines import rows_of_run
 from tests.integration.killed import PLACES
 from tests.integration.tiny import llama
 
@@ -90,8 +91,7 @@ def last_checkpoint(folder):
 
 def losses_of(folder):
     """Return the step and the loss of every step in the metrics."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
+    return [(row["step"], row["loss"]) for row in rows_of_run(folder, "step")]
 
 
 def test_killed_run_loses_nothing(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.commands import run_plait
 from tests.integration.model_folder import PAGE
-from tests.table import check_rows
+from tests.table import check_each
 
 COMMANDS = re.findall(r"^plait (plan infer .*?)(?:  +#.*)?$", PAGE, re.MULTILINE)
 
@@ -72,12 +72,11 @@ WRONG_ARGUMENTS = {
 
 
 def test_wrong_arguments_are_refused(capsys):
-    def check(row):
-        arguments, message = row
+    def check(arguments, message):
         run_plait(f"plan infer --model {arguments}", code=2)
         assert re.search(message, capsys.readouterr().err)
 
-    check_rows({row[0]: row for row in WRONG_ARGUMENTS.items()}, check)
+    check_each(WRONG_ARGUMENTS.items(), check)
 
 
 def test_more_tokens_than_positions_are_refused(llama_folder, capsys):

@@ -26,8 +26,9 @@ import torch
 import plait
 from plait.cli.main import main
 from tests.integration.commands import run_plait
+from tests.integration.json_lines import rows_of_run
 from tests.integration.tiny import llama
-from tests.table import check_rows
+from tests.table import check_each
 
 pytest.importorskip("transformers")
 
@@ -106,13 +107,8 @@ def run(place, *settings, code=0, **options):
     return output, error
 
 
-def rows_of(folder, event):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] == event]
-
-
 def losses_of(folder):
-    rows = rows_of(folder, "step")
+    rows = rows_of_run(folder, "step")
     losses = {row["step"]: row["loss"] for row in rows}
     assert list(losses) == list(range(1, len(rows) + 1)), "every step occurs once and in order"
     return losses
@@ -134,16 +130,15 @@ def test_run_writes_metrics_checkpoint_and_tokenizer(complete):
     losses = losses_of(folder)
     assert len(losses) == 12
     assert losses[12] < losses[1] - 0.5
-    assert [row["step"] for row in rows_of(folder, "validation")] == [6, 12]
-    assert rows_of(folder, "end")[-1]["reason"] == "finished"
-    assert rows_of(folder, "start")[0]["world_size"] == 2
+    assert [row["step"] for row in rows_of_run(folder, "validation")] == [6, 12]
+    assert rows_of_run(folder, "end")[-1]["reason"] == "finished"
+    assert rows_of_run(folder, "start")[0]["world_size"] == 2
     assert json.loads((folder / "config.json").read_text())["layout"]["dp_shard"] == 2
     assert (folder / "checkpoints" / "step-00000012").is_dir()
     assert len(AutoTokenizer.from_pretrained(folder / "tokenizer")) == 400
 
-    lines = [line for line in output.splitlines() if re.match(r"step.* loss ", line)]
-    steps = [int(line.split()[1]) for line in lines if "validation" not in line]
-    assert steps == [1, 4, 8, 12]
+    steps = re.findall(r"^step +(\d+)(?!.*validation).* loss ", output, re.MULTILINE)
+    assert steps == ["1", "4", "8", "12"]
     assert "\x1b" not in output, "no colours and no cursor movements in a pipe"
 
 
@@ -171,9 +166,8 @@ def test_trackers_record_the_losses_of_the_metrics(complete):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    scalars = events.Scalars("train/loss")
-    assert [scalar.step for scalar in scalars] == [step for step, _ in expected]
-    assert [scalar.value for scalar in scalars] == pytest.approx([loss for _, loss in expected])
+    scalars = {scalar.step: scalar.value for scalar in events.Scalars("train/loss")}
+    assert scalars == pytest.approx(dict(expected))
 
 
 def test_complete_run_is_not_started_again(place, complete, capsys):
@@ -276,10 +270,10 @@ def test_two_processes_continue_a_run_of_one(place, complete):
     run(place, "run.folder=runs/one-then-two", "run.processes=1", "run.steps=7")
     output, _ = run(place, "run.folder=runs/one-then-two")
     assert "changed since the last start: run.steps: 7 to 12" in output
-    assert [row["world_size"] for row in rows_of(folder, "start")] == [1, 2]
+    assert [row["world_size"] for row in rows_of_run(folder, "start")] == [1, 2]
     assert losses_of(folder) == pytest.approx(losses_of(complete[0]), rel=1e-5)
-    expected = rows_of(complete[0], "validation")[-1]["loss"]
-    assert rows_of(folder, "validation")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+    expected = rows_of_run(complete[0], "validation")[-1]["loss"]
+    assert rows_of_run(folder, "validation")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.proof
@@ -288,7 +282,7 @@ def test_interrupted_run_continues_with_the_same_bits(place, complete):
     process = start(place, "run.folder=runs/interrupted", "run.steps=100000")
     try:
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (folder / "metrics.jsonl").exists() or len(rows_of(folder, "step")) < 3:
+        while not (folder / "metrics.jsonl").exists() or len(rows_of_run(folder, "step")) < 3:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -298,9 +292,9 @@ def test_interrupted_run_continues_with_the_same_bits(place, complete):
         process.kill()
     assert process.returncode == 130, error
     assert "Traceback" not in error
-    end = rows_of(folder, "end")[-1]
+    end = rows_of_run(folder, "end")[-1]
     assert end["reason"] == "interrupted"
-    assert rows_of(folder, "checkpoint")[-1]["step"] == end["step"]
+    assert rows_of_run(folder, "checkpoint")[-1]["step"] == end["step"]
     command = "plait train small.json --set run.folder=runs/interrupted --set run.steps=100000"
     assert f"resume with: {command}" in output
 
@@ -400,14 +394,13 @@ WRONG_SETTINGS = {
 
 
 def test_wrong_settings_are_refused(place, capsys):
-    def check(row):
-        settings, message = row
+    def check(settings, message):
         assert message in error_of(place, capsys, *settings.split(), "run.folder=runs/refused")
         assert not (place / "runs" / "refused").exists()
 
     (place / "rows.jsonl").write_text('{"text": "fine"}\n{"body": "not"}\n')
     (place / "empty.txt").write_text("")
-    check_rows({row[0]: row for row in WRONG_SETTINGS.items()}, check)
+    check_each(WRONG_SETTINGS.items(), check)
 
 
 def test_wrong_file_is_refused_before_the_text_is_read(place, capsys, monkeypatch):

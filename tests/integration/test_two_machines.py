@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, NoLab, lab
+from tests.integration.json_lines import rows_of_run
 from tests.integration.tiny import llama
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
@@ -51,5 +52,4 @@ def test_two_machines_train_one_run(tmp_path):
         pytest.skip(str(missing))
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert any("2 processes" in output for output in outputs), outputs
-    lines = (tmp_path / "runs/two/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert any(json.loads(line).get("step") == 3 for line in lines)
+    assert rows_of_run(tmp_path / "runs/two", "step")[-1]["step"] == 3

@@ -39,7 +39,7 @@ from plait.verify.run import compare, run_layout
 from tests.covers import proof_after
 from tests.integration.commands import run_plait
 from tests.parity.cases import PlainModel
-from tests.table import check_rows
+from tests.table import check_each
 
 ROOT = Path(__file__).parents[2]
 LLAMA: dict[str, Any] = {
@@ -305,6 +305,11 @@ def planned(*, function=None, processes=2, passes=("float64",), **changes):
     )
 
 
+def notes_of(plan):
+    """Return what the plan says about settings that it changes."""
+    return "\n".join(line for _, line in plan.lines)
+
+
 def run_with_defect(rank, world, plan, defect):
     """Runs on every rank."""
     if defect is None:
@@ -398,8 +403,7 @@ def test_equal(pool, name):
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
     unchecked = "not compared: everything after it, because this reference only has AdamW"
-    is_unchecked = any(unchecked in note for note in report.sections[1].notes)
-    assert is_unchecked == (name == "muon")
+    assert (unchecked in "\n".join(report.sections[1].notes)) == (name == "muon")
     assert "within 1e-10" in report.sections[0].title
 
 
@@ -421,16 +425,14 @@ def test_equal_for_plain_modules(pool, function, stage):
     """Every rank draws other initial weights, and the engine broadcasts those of rank 0."""
     report = compared(pool, planned(function=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
-    has_own_loss = any("has its own loss" in note for note in report.sections[1].notes)
-    assert has_own_loss == (function is regression)
+    assert ("has its own loss" in "\n".join(report.sections[1].notes)) == (function is regression)
     assert bool(report.sections[1].rows) == (function is not regression)
 
 
 def test_model_that_counts_its_blocks_is_not_shrunk():
     plan = planned(function=counted)
     assert len(plan.build(torch.float64).model.blocks) == 3
-    note = "as it is: with 2 of its 3 blocks it does not run"
-    assert any(note in line for _, line in plan.lines)
+    assert "as it is: with 2 of its 3 blocks it does not run" in notes_of(plan)
 
 
 def run_command(folder, *arguments, config=CONFIG):
@@ -462,7 +464,7 @@ def test_command_with_an_equal_layout(tmp_path):
     assert names == ["float64", "independent", "configured"]
     kinds = {row["kind"] for row in report["passes"][0]["rows"]}
     assert kinds == {"initial weight", "loss", "gradient norm", "gradient", "parameter"}
-    assert any("hidden_size 512 -> " in note for note in report["notes"])
+    assert "hidden_size 512 -> " in "\n".join(report["notes"])
 
 
 @pytest.mark.proof
@@ -506,8 +508,7 @@ WRONG_INPUT = [
 
 
 def test_wrong_input_is_refused(tmp_path, monkeypatch, capsys):
-    def check(row):
-        arguments, changes, message = row
+    def check(arguments, changes, message):
         config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
         (tmp_path / "run.json").write_text(json.dumps(config))
         run_plait(f"verify {tmp_path}/run.json {arguments}", code=2)
@@ -518,7 +519,7 @@ def test_wrong_input_is_refused(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("plait.cli.launch.run", launch)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the current folder
-    check_rows({f"{row[0]}: {row[2]}": row for row in WRONG_INPUT}, check)
+    check_each(WRONG_INPUT, check)
 
 
 @pytest.mark.parametrize(
@@ -537,8 +538,7 @@ def test_layout(parallel, stage, degrees):
     changes = {"parallel": parallel, "zero_optimization": {"stage": stage}}
     plan = planned(processes=None, **changes)
     assert tuple(plan.resolved.layout.degrees.values()) == degrees
-    is_shrunk = any("dp_shard 64 -> 2" in line for _, line in plan.lines)
-    assert is_shrunk == (parallel.get("dp_shard") == 64)
+    assert ("dp_shard 64 -> 2" in notes_of(plan)) == (parallel.get("dp_shard") == 64)
 
 
 def test_shrunk_settings():
@@ -550,7 +550,7 @@ def test_shrunk_settings():
     )
     assert (plan.resolved.batch.micro_batch_size, plan.resolved.batch.accumulation) == (2, 3)
     assert plan.resolved.scheduler is None
-    notes = "\n".join(line for _, line in plan.lines)
+    notes = notes_of(plan)
     assert "gradient_accumulation_steps 16 -> 3" in notes
     assert "WarmupLR is left out" in notes
     assert "initial_scale_power 16 -> 12" in notes

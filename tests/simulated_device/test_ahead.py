@@ -204,7 +204,8 @@ def clocked(rank, world):
     _device().set_clock(1.0)
     clock = StepClock(CUDA)
     host = torch.zeros(4).pin_memory()
-    host.copy_(torch.ones(4, device=CUDA), non_blocking=True)
+    x = torch.ones(4, device=CUDA)  # has a name, because freeing it would end the copy
+    host.copy_(x, non_blocking=True)
     ended = clock.mark()
     _device().set_clock(3.0)
     seconds = clock.seconds(ended)
