@@ -65,6 +65,7 @@ _VAGUE = frozenset(
 )
 """Names that say which part a value plays in a sentence, and not what it is."""
 _SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass
@@ -116,6 +117,7 @@ class Measures:
         fragments = sum(bool(_FRAGMENT.match(text)) for text in self.docstrings)
         vague = sum(count for name, count in self.names.items() if name in _VAGUE)
         repeated = sum(count > 1 for count in self.classes.values())
+        comprehensions = sum(self.nodes[kind] for kind in _COMPREHENSIONS)
         return {
             "fragments per 100 docstrings": 100 * fragments / max(len(self.docstrings), 1),
             "conditional expressions per 1,000 lines": self.nodes[ast.IfExp] / thousand_lines,
@@ -123,6 +125,7 @@ class Measures:
             "tuple assignments per 1,000 lines": self.tuple_assignments / thousand_lines,
             "vague names per 1,000 names": 1000 * vague / max(sum(self.names.values()), 1),
             "class names that are not unique": float(repeated),
+            "comprehensions per 1,000 lines": comprehensions / thousand_lines,
             "comment lines per 1,000 lines": self.comments / thousand_lines,
             "statements": float(self.statements),
             "lines": float(self.lines),
