@@ -1,4 +1,4 @@
-"""Mistakes, what is said about them, and programs that do what the message says."""
+"""Mistakes, their error messages, and programs that follow the remedy of the message."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ class Case:
     """A mistake and its remedy.
 
     Attributes:
-        words: Text of the message, from the rule to the remedy.
+        texts: Parts of the message, such as its rule and its remedy.
         mistake: Function that raises.
         remedy: Function that does what the message says. It returns False if that had no effect.
     """
 
-    words: tuple[str, ...]
+    texts: tuple[str, ...]
     mistake: Callable[[], Any]
     remedy: Callable[[], Any]
 
 
 def failures(table):
-    """Messages that are not raised, and remedies that fail."""
-    found = []
+    """Return the messages that are not raised, and the remedies that fail."""
+    problems = []
     for case in table:
+        name = case.texts[0]
         try:
             case.mistake()
-            found.append(f"{case.words[0]}: nothing was raised")
+            problems.append(f"{name}: nothing was raised")
         except PlaitError as error:
-            found += [
-                f"{words!r} not in: {error}" for words in case.words if words not in str(error)
-            ]
+            message = str(error)
+            problems += [f"{text!r} not in: {error}" for text in case.texts if text not in message]
         except Exception:
-            found.append(f"{case.words[0]}: another error: {traceback.format_exc(limit=-3)}")
+            problems.append(f"{name}: another error: {traceback.format_exc(limit=-3)}")
+
         try:
             if case.remedy() is False:
-                found.append(f"{case.words[0]}: the remedy has no effect")
+                problems.append(f"{name}: the remedy has no effect")
         except Exception:
-            found.append(f"{case.words[0]}: {traceback.format_exc(limit=-3)}")
-    return found
+            problems.append(f"{name}: {traceback.format_exc(limit=-3)}")
+    return problems
 
 
 def check(rows):
     """Fail with all failures of a table."""
-    found = failures(rows)
-    assert not found, "\n".join(found)
+    problems = failures(rows)
+    assert not problems, "\n".join(problems)
 
 
 def each(function, *values):
-    """A function that calls another with each of several values, for a remedy with alternatives."""
+    """Return a function that calls another with each value, for a remedy with alternatives."""
 
     def call():
         return all(function(value) is not False for value in values)
@@ -67,11 +68,14 @@ def each(function, *values):
 
 
 def table(text, call):
-    """Cases of lines `mistake -> words -> remedy | remedy`, which `call` receives as texts."""
+    """Return the cases of lines `mistake -> message -> remedy | remedy`.
+
+    `call` receives the mistake and the remedies as texts.
+    """
     rows = []
     for line in text.strip().splitlines():
-        mistake, words, remedies = line.strip().split(" -> ")
-        rows.append(Case((words,), partial(call, mistake), each(call, *remedies.split(" | "))))
+        mistake, message, remedies = line.strip().split(" -> ")
+        rows.append(Case((message,), partial(call, mistake), each(call, *remedies.split(" | "))))
     return rows
 
 
@@ -91,7 +95,7 @@ def read_table(path, name, call):
 
 
 def command(capsys):
-    """A function that runs `plait` with a line of arguments, and raises the message of a refusal.
+    """Return a function that runs `plait` with a line of arguments and raises its error message.
 
     A line that has succeeded is not run again.
     """

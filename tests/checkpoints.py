@@ -1,11 +1,11 @@
-"""Checkpoints without tensors, for tests of what is around them."""
+"""Checkpoints without tensors, for tests of their folders and metadata."""
 
 from plait.checkpoint.format import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer
 from plait.hashing import sha256_of
 
 
 def put(folder, tag, metadata, *, sequence=1, named=True):
-    """`folder/tag`, the one to go on from if `named`."""
+    """Write and return `folder/tag`. If `named`, LATEST points to it."""
     path = folder / tag
     path.mkdir(parents=True)
     text = Manifest(

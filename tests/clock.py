@@ -1,4 +1,7 @@
-"""Time that passes when a test says so: nothing sleeps, and what else the machine does changes no decision."""
+"""A clock that advances only when a test says so.
+
+Nothing sleeps, and no decision depends on what else the machine does.
+"""
 
 import time
 from contextlib import contextmanager
@@ -6,7 +9,10 @@ from unittest.mock import patch
 
 
 class Clock:
-    """Seconds since any beginning. To be asked takes a tenth of a microsecond, so that no two answers are the same."""
+    """Seconds since an arbitrary start.
+
+    Each reading takes a tenth of a microsecond, so no two readings are the same.
+    """
 
     def __init__(self):
         self.now = 1000.0
@@ -22,6 +28,6 @@ class Clock:
 
     @contextmanager
     def instead(self):
-        """Inside, `time.perf_counter` is this one's. Nothing may wait there until enough time has passed."""
+        """Replace `time.perf_counter` inside. Code that waits for a duration would never end."""
         with patch.object(time, "perf_counter", self.perf_counter):
             yield

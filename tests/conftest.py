@@ -1,4 +1,4 @@
-"""Shared fixtures: one pool of workers a session."""
+"""Shared fixtures, such as one pool of worker processes per session."""
 
 import gc
 import signal
@@ -12,13 +12,12 @@ from hypothesis import settings
 
 from tests.pool import Pool
 
-# Without a deadline, because on a shared machine the clock says nothing about the code.
+# On a shared machine the time that an example takes says nothing about the code.
 settings.register_profile("test", deadline=None, max_examples=50)
 settings.register_profile("proof", deadline=None, max_examples=200)
 torch.set_num_threads(1)  # the machine is shared with the workers
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job ignores Ctrl-C, and so would all that tests start
+# A background job of a shell ignores Ctrl-C, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -29,14 +28,14 @@ LONG = frozenset(
 
 
 def pytest_configure(config):
-    """Choose how many examples property tests draw. Those that give a number themselves keep it."""
+    """Choose how many examples property tests draw, unless a test sets a number itself."""
     is_proof = "not proof" not in config.option.markexpr
     settings.load_profile("proof" if is_proof else "test")
 
 
+# The hook that deselects by mark has to run after the marks are added.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Before those that are not asked for are left out."""
     for item in items:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.proof)
@@ -58,7 +57,7 @@ def _freeze_objects():
 
 
 def _warn_of_unknown_cases(items):
-    """Warn of names in long_cases.txt that no case of a collected function has: they leave nothing out."""
+    """Warn of names in long_cases.txt that no case of a collected function has."""
     if not items or any("::" in argument for argument in items[0].config.args):
         return
     collected = {item.nodeid for item in items}
@@ -73,7 +72,10 @@ def _warn_of_unknown_cases(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere(tmp_path_factory):
-    """Tests neither see nor touch what a user's runs left here (`runs/`) or at home (measured runs, tokenised text)."""
+    """Run tests outside the checkout and without the user's cache.
+
+    They neither see nor touch `runs/`, measured runs and tokenised text of the user.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("work"))
         patch.setenv("PLAIT_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -82,18 +84,19 @@ def _elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_group_stays():
-    """A module that left one would have the modules after it run in it, and fail or pass by their order."""
+    """Fail a module that leaves a process group, because later modules would run in it."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
         raise AssertionError(
-            "tests of this module left a process group: close what they load (ShardedModel.close, engine.close)"
+            "tests of this module left a process group: close what they load "
+            "(ShardedModel.close, engine.close)"
         )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _late_imports_are_frozen():
-    """Tests import models and compilers, whose objects stay too."""
+    """Freeze the objects of models and compilers that the tests of a module imported."""
     yield
     if len(gc.get_objects()) > 100_000:
         _freeze_objects()
@@ -101,7 +104,10 @@ def _late_imports_are_frozen():
 
 @pytest.fixture
 def hang_up_ends():
-    """As in a terminal: `nohup make test` has SIGHUP ignored, and commands leave it so."""
+    """Let SIGHUP end processes, as in a terminal.
+
+    Under `nohup make test` it is ignored, and commands keep ignoring it.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -109,7 +115,7 @@ def hang_up_ends():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Spawned gloo workers."""
-    made = Pool()
-    yield made
-    made.close()
+    """Pool of gloo workers."""
+    workers = Pool()
+    yield workers
+    workers.close()

@@ -1,9 +1,12 @@
-"""A part of a test matrix for `make test`; `make proof` takes all of it.
+"""Selects a part of a test matrix for `make test`; `make proof` runs all of it.
 
-    @pytest.mark.parametrize(("world", "stage", "kind"), cover(product((2, 3, 4), (0, 1, 2, 3), ("llama", "gpt2"))))
+    @pytest.mark.parametrize(
+        ("world", "stage", "kind"), cover(product((2, 3, 4), (0, 1, 2, 3), ("llama", "gpt2")))
+    )
 
-Most defects need two settings to meet, few need three, so the part holds every two values that meet somewhere in the matrix: a covering
-array of strength 2. It is chosen greedily and always alike, so a test's name says whether `make test` runs it: all others are marked proof.
+Most defects need two settings to meet, and few need three. The part therefore contains every two
+values that meet anywhere in the matrix (a covering array of strength 2). The greedy choice is
+deterministic, so the name of a test says whether `make test` runs it: all others are marked proof.
 """
 
 from collections.abc import Hashable
@@ -12,59 +15,73 @@ from itertools import combinations
 import pytest
 
 Features = tuple[Hashable, ...] | frozenset[Hashable]
-"""Values by column, or values that say themselves what they are values of."""
+"""Values by column, or a set of values that name their column themselves."""
 
 
 def chosen(features, *, strength=2, costs=None):
-    """Positions of rows that hold every combination of `strength` values, of different columns, that any row holds. `costs` of rows: what
-    is new in a row counts by its cost, so that cheap rows come first."""
-    price = costs or [1.0] * len(features)
-    held = [
-        frozenset(
-            combinations(
-                enumerate(row) if isinstance(row, tuple) else sorted(row, key=repr), strength
-            )
-        )
-        for row in features
-    ]
-    missing, taken = frozenset().union(*held), []
+    """Return the positions of rows that cover every combination of values that any row has.
+
+    Args:
+        features: `Features` of every row.
+        strength: Number of values in a combination.
+        costs: Costs of the rows. New combinations of a cheap row count more.
+    """
+    costs = costs or [1.0] * len(features)
+    combinations_of = [_combinations(row, strength) for row in features]
+    missing = frozenset().union(*combinations_of)
+    selected = []
     while missing:
-        best = max(range(len(held)), key=lambda at: (len(held[at] & missing) / price[at], -at))
-        taken.append(best)
-        missing -= held[best]
-    needless = set()
-    for at in taken:  # what later rows hold too
-        others = [held[other] for other in taken if other != at and other not in needless]
-        if others and held[at] <= frozenset().union(*others):
-            needless.add(at)
-    return sorted(set(taken) - needless)
+        gains = [
+            len(row & missing) / cost for row, cost in zip(combinations_of, costs, strict=True)
+        ]
+        best = gains.index(max(gains))
+        selected.append(best)
+        missing -= combinations_of[best]
+
+    # Later rows may cover everything that an earlier row was selected for.
+    for index in list(selected):
+        others = [combinations_of[other] for other in selected if other != index]
+        if others and combinations_of[index] <= frozenset().union(*others):
+            selected.remove(index)
+    return sorted(selected)
+
+
+def _combinations(row, strength):
+    values = enumerate(row) if isinstance(row, tuple) else sorted(row, key=repr)
+    return frozenset(combinations(values, strength))
 
 
 def cover(cases, *, strength=2, features=None, cost=None, name=None):
-    """All cases as parameters; those that the cover does not need are marked proof.
+    """Return all cases as parameters; those that the cover does not need are marked proof.
 
-    A case is a tuple of arguments or one argument. `features` tells the values of a case that have to meet (by default its arguments),
-    `cost` what it takes (its ranks, say), `name` its id; each is called with the case's arguments.
+    Args:
+        cases: Tuples of arguments, or single arguments.
+        strength: Number of values that have to meet.
+        features: Returns the `Features` of a case from its arguments, by default the arguments.
+        cost: Returns the cost of a case from its arguments, such as its ranks.
+        name: Returns the id of a case from its arguments.
     """
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    traits = [features(*row) if features else row for row in rows]
-    kept = set(
-        chosen(traits, strength=strength, costs=[cost(*row) for row in rows] if cost else None)
-    )
-    return [
-        pytest.param(
-            *row, id=name(*row) if name else None, marks=[] if at in kept else [pytest.mark.proof]
-        )
-        for at, row in enumerate(rows)
-    ]
+    rows = _rows(cases)
+    row_features = [features(*row) if features else row for row in rows]
+    costs = [cost(*row) for row in rows] if cost else None
+    return _parameters(rows, set(chosen(row_features, strength=strength, costs=costs)), name)
 
 
 def proof_after(count, cases, *, name=None):
-    """All cases as parameters; those after the first `count` are marked proof. A case is a tuple of arguments or one argument."""
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        pytest.param(
-            *row, id=name(*row) if name else None, marks=[] if at < count else [pytest.mark.proof]
-        )
-        for at, row in enumerate(rows)
-    ]
+    """Return all cases as parameters; those after the first `count` are marked proof.
+
+    `cases` and `name` are those of `cover`.
+    """
+    return _parameters(_rows(cases), range(count), name)
+
+
+def _rows(cases):
+    return [case if isinstance(case, tuple) else (case,) for case in cases]
+
+
+def _parameters(rows, selected, name):
+    parameters = []
+    for index, row in enumerate(rows):
+        marks = [] if index in selected else [pytest.mark.proof]
+        parameters.append(pytest.param(*row, id=name(*row) if name else None, marks=marks))
+    return parameters

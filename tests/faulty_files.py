@@ -1,4 +1,4 @@
-"""A file layer of checkpoints (`checkpoint/places.py`) in which something happens at a call: it fails, takes long, or ends the process."""
+"""File layer of checkpoints (`checkpoint/places.py`) whose calls fail, block or end the process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ WRITING = (
 
 
 class Planted(Files):
-    """Calls `happens` with the number of each call, counted from 0, before the call; of a write also when half of it is done."""
+    """Calls `happens` with the number of each call, counted from 0, before the call.
+
+    A write is counted a second time when half of it is done.
+
+    Attributes:
+        calls: Calls so far, such as "rename .one.tmp".
+    """
 
     def __init__(self, happens=lambda _: None, *, reading=False):
-        """`reading`: reads are counted, and nothing else is; otherwise only what writes."""
+        """Count only calls that read if `reading`, and only calls that write otherwise."""
         self.calls: list[str] = []
-        """`rename .one.tmp`."""
-        self._happens, self._reading = happens, reading
+        self._happens = happens
+        self._reading = reading
 
     def _call(self, kind, name, path=None):
         if (kind in WRITING) == self._reading:
@@ -37,7 +43,7 @@ class Planted(Files):
         try:
             self._happens(len(self.calls) - 1)
         except OSError as error:
-            if path is not None:  # as the system does for calls that are given a path
+            if path is not None:  # as the system reports calls that take a path
                 error.filename = str(path)
             raise
 
@@ -91,7 +97,7 @@ class Planted(Files):
 
 
 def failing(number, code, *, once):
-    """Call `number` fails with an errno, and those after it unless `once`."""
+    """Return a function that fails call `number`, and later calls unless `once`, with an errno."""
 
     def happens(call):
         if call == number or (call > number and not once):
@@ -101,14 +107,15 @@ def failing(number, code, *, once):
 
 
 def slow(seconds):
-    """Every call takes so long more."""
+    """Return a function that delays every call."""
     return lambda _: time.sleep(seconds)
 
 
 @contextmanager
 def planted(layer):
-    """In place of this process's."""
-    before, places.FILES = places.FILES, layer
+    """Replace this process's file layer inside."""
+    before = places.FILES
+    places.FILES = layer
     try:
         yield
     finally:

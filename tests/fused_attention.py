@@ -1,7 +1,8 @@
-"""References of torch's fused attention kernels for CUDA, in plain products, for devices that have no such kernels.
+"""References of torch's fused CUDA attention kernels in plain products, for other devices.
 
-They take and return what the real kernels do (layouts, paddings, which key the mask is aligned at, what a query without keys gets), and
-raise where a real kernel would, so that a caller that relies on anything else fails. Scores are in float32, or float64 for float64 inputs.
+They have the layouts, paddings and mask alignment of the real kernels, return the same for a query
+without keys, and raise where a real kernel would. Callers that rely on anything else fail. Scores
+are in float32, or in float64 for float64 inputs.
 """
 
 import math
@@ -43,20 +44,22 @@ def flash_forward(
     window_size_right=None,
     **_,
 ):
-    """[batch, tokens, heads, head_dim]; causal and windows are aligned at the last query and the last key."""
+    """Attend on [batch, tokens, heads, head_dim].
+
+    Causal masks and windows are aligned at the last query and the last key.
+    """
     _check_flash(query, key, value)
     assert cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0 and not return_debug_mask
     assert (max_q, max_k) == (query.shape[1], key.shape[1]) and scale is not None
     seen = _band(query, key, is_causal, window_size_left, window_size_right)
     output, log_sum_exp = _attention(*(x.transpose(1, 2) for x in (query, key, value)), seen, scale)
-    # What FlashAttention 2 writes for a query that sees no key.
+    # FlashAttention 2 writes infinity for a query that sees no key.
     log_sum_exp = torch.where(seen.any(-1), log_sum_exp, math.inf)
-    made = torch.empty_like(query).copy_(output.transpose(1, 2))
-    random = torch.empty(2, dtype=torch.uint64, device=query.device)
+    rng_state = torch.empty(2, dtype=torch.uint64, device=query.device)
     return (
-        made,
+        torch.empty_like(query).copy_(output.transpose(1, 2)),
         log_sum_exp.contiguous(),
-        random,
+        rng_state,
         torch.empty((), dtype=torch.uint64, device=query.device),
         query.new_empty(0),
     )
@@ -82,24 +85,18 @@ def flash_backward(
     window_size_left=None,
     window_size_right=None,
 ):
-    """Gradients with as many heads as their tensors. `logsumexp` [batch, heads, queries] is read without its strides."""
+    """Return gradients with as many heads as their tensors.
+
+    The real kernel reads `logsumexp` [batch, heads, queries] without its strides.
+    """
     _check_flash(query, key, value)
     batch, queries, heads, _ = query.shape
-    assert logsumexp.is_contiguous() and logsumexp.shape == (batch, heads, queries), (
-        logsumexp.shape,
-        logsumexp.stride(),
-    )
-    assert (
-        grad_out.shape == out.shape == query.shape
-        and grad_out.dtype == out.dtype == query.dtype
-        and scale is not None
-    )
-    assert (
-        cum_seq_q is None
-        and cum_seq_k is None
-        and (max_q, max_k) == (queries, key.shape[1])
-        and dropout_p == 0.0
-    )
+    assert logsumexp.is_contiguous(), logsumexp.stride()
+    assert logsumexp.shape == (batch, heads, queries)
+    assert grad_out.shape == out.shape == query.shape
+    assert grad_out.dtype == out.dtype == query.dtype
+    assert cum_seq_q is None and cum_seq_k is None and dropout_p == 0.0
+    assert (max_q, max_k) == (queries, key.shape[1]) and scale is not None
     seen = _band(query, key, is_causal, window_size_left, window_size_right)
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     gradients = _attention_backward(*tensors, logsumexp, seen, scale)
@@ -109,16 +106,19 @@ def flash_backward(
 def efficient_forward(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    """[batch, heads, tokens, head_dim]; causal is aligned at the first query and the first key."""
+    """Attend on [batch, heads, tokens, head_dim].
+
+    Causal masks are aligned at the first query and the first key.
+    """
     _check_efficient(query, key, value)
     assert attn_bias is None and compute_log_sumexp and dropout_p == 0.0 and scale is not None
     output, log_sum_exp = _attention(query, key, value, _top_left(query, key, is_causal), scale)
     rows = query.shape[2]
     padded = log_sum_exp.new_full((*log_sum_exp.shape[:2], -(-rows // 32) * 32), math.inf)
     padded[..., :rows] = log_sum_exp
-    made = output.transpose(1, 2).contiguous().transpose(1, 2)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
     seed = torch.empty((), dtype=torch.int64)
-    return made, padded, seed, seed
+    return output, padded, seed, seed
 
 
 def efficient_backward(
@@ -137,18 +137,17 @@ def efficient_backward(
     *,
     scale=None,
 ):
-    """`logsumexp` is padded to a multiple of 32 queries, and `out` is read as if tokens had no gaps."""
+    """Return the gradients.
+
+    `logsumexp` is padded to a multiple of 32 queries. The real kernel reads `out` as if tokens had
+    no gaps.
+    """
     _check_efficient(query, key, value)
     rows = query.shape[2]
-    assert (
-        attn_bias is None
-        and dropout_p == 0.0
-        and list(grad_input_mask) == [True, True, True, False]
-        and scale is not None
-    )
-    assert (
-        logsumexp.shape == (*query.shape[:2], -(-rows // 32) * 32) and logsumexp.is_contiguous()
-    ), logsumexp.shape
+    assert attn_bias is None and dropout_p == 0.0 and scale is not None
+    assert list(grad_input_mask) == [True, True, True, False]
+    assert logsumexp.shape == (*query.shape[:2], -(-rows // 32) * 32)
+    assert logsumexp.is_contiguous(), logsumexp.stride()
     assert out.transpose(1, 2).is_contiguous(), out.stride()
     seen = _top_left(query, key, is_causal)
     return (
@@ -160,37 +159,32 @@ def efficient_backward(
 def _check_flash(query, key, value):
     width = query.shape[3]
     assert width % 8 == 0 and width <= 256, f"head_dim {width}"
-    assert (
-        key.shape == value.shape and key.shape[3] == width and query.shape[2] % key.shape[2] == 0
-    ), (query.shape, key.shape, value.shape)
+    assert key.shape == value.shape and key.shape[3] == width
+    assert query.shape[2] % key.shape[2] == 0, (query.shape, key.shape)
     assert all(x.stride(3) == 1 for x in (query, key, value))
 
 
 def _check_efficient(query, key, value):
-    assert query.shape[1] == key.shape[1] == value.shape[1] and query.shape[3] == key.shape[3], (
-        query.shape,
-        key.shape,
-    )
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    assert query.shape[3] == key.shape[3]
     for x in (query, key, value):
-        assert (
-            x.shape[3] % 8 == 0
-            and x.stride(3) == 1
-            and x.stride(1) % 8 == 0
-            and x.stride(2) % 8 == 0
-        ), (x.shape, x.stride())
+        assert x.shape[3] % 8 == 0 and x.stride(3) == 1, (x.shape, x.stride())
+        assert x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0, (x.shape, x.stride())
 
 
 def _band(query, key, is_causal, left, right):
-    queries, keys = query.shape[1], key.shape[1]
+    queries = query.shape[1]
+    keys = key.shape[1]
     diagonal = torch.arange(queries, device=query.device)[:, None] + keys - queries
-    at = torch.arange(keys, device=query.device)
-    left, right = (-1 if side is None else side for side in (left, right))
-    right = 0 if is_causal else right
+    positions = torch.arange(keys, device=query.device)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
-    if left >= 0:
-        seen = seen & (at >= diagonal - left)
-    if right >= 0:
-        seen = seen & (at <= diagonal + right)
+    # The operator takes None or -1 for an unlimited side.
+    if left is not None and left >= 0:
+        seen = seen & (positions >= diagonal - left)
+    if is_causal:
+        right = 0
+    if right is not None and right >= 0:
+        seen = seen & (positions <= diagonal + right)
     return seen
 
 
@@ -221,11 +215,15 @@ def _attention(query, key, value, seen, scale):
 def _attention_backward(grad, query, key, value, output, log_sum_exp, seen, scale):
     groups = query.shape[1] // key.shape[1]
     weights = torch.exp(_scores(query, key, seen, scale) - log_sum_exp.unsqueeze(-1))
-    grad, output = _wide(grad), _wide(output)
-    keys, values = (_wide(x).repeat_interleave(groups, 1) for x in (key, value))
-    back = (
-        weights * (grad @ values.transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)) * scale
-    )
-    grad_key = (back.transpose(-1, -2) @ _wide(query)).unflatten(1, (-1, groups)).sum(2)
+    grad = _wide(grad)
+    keys = _wide(key).repeat_interleave(groups, 1)
+    values = _wide(value).repeat_interleave(groups, 1)
+    grad_weights = grad @ values.transpose(-1, -2)
+    mean = (grad * _wide(output)).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - mean) * scale
+
+    grad_query = grad_scores @ keys
+    # Query heads that share a key head add up.
+    grad_key = (grad_scores.transpose(-1, -2) @ _wide(query)).unflatten(1, (-1, groups)).sum(2)
     grad_value = (weights.transpose(-1, -2) @ grad).unflatten(1, (-1, groups)).sum(2)
-    return (back @ keys).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)

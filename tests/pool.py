@@ -1,20 +1,24 @@
-"""Pools of gloo workers that live for a test session: starting processes is paid once for every world size, importing torch once for all.
+"""Pools of gloo workers that live for a test session.
 
-`pool.run(world_size, function, *args)` calls a module-level `function(rank, world_size, *args)` in every worker and returns the results
-by rank. The workers of a world size share one default process group, which `function` finds and must not destroy (torch caches by mesh,
-so a group that came and went would be remembered), and one mesh a layout. A worker that raises fails the test with its traceback; a hang
-is ended by killing the workers.
+`pool.run(world_size, function, *args)` calls a module-level `function(rank, world_size, *args)` in
+every worker and returns the results by rank. The workers of a world size share one default process
+group, which `function` uses and must not destroy (torch caches by mesh and would return the
+destroyed group), and one mesh per layout. A worker that raises fails the test with its traceback. A
+hang is ended by killing the workers.
 
-A test between processes costs its ranks times what one of them does: an engine of a tiny model and three steps are a third of a second.
-So, to add one cheaply:
+A test with several processes costs the time of one rank times the number of ranks. An engine of a
+tiny model and three steps take a third of a second. To keep a new test cheap:
 
-- Ask first whether a unit test shows it, or one rank of a fake world (`tests/fake`).
-- Take two ranks; three where shards have to be uneven, four where two axes have to meet. Eight are for `make proof`.
-- Where a matrix is meant, give the whole of it to `tests.covers.cover`: `make test` runs the part in which every two values meet.
-- Check several things of one engine in one task, rather than one thing in each of several.
-- Tiny models, one or two steps, no more micro-batches than the question needs; one process's numbers are computed once
-  (`reference` in `data_parallel.py`, `tensor_parallel.py` and `pipelines.py` of `tests/parity` keeps them).
-- Never sleep, and never judge by the clock: another test runs on the same cores.
+- Ask first whether a unit test or one rank of a fake world (`tests/fake`) shows the same.
+- Take two ranks, three if shards have to be uneven, and four if two mesh dimensions have to meet.
+  Eight are for `make proof`.
+- Pass a matrix to `tests.covers.cover`, so that `make test` runs the part in which every two values
+  meet.
+- Check several properties of one engine in one task.
+- Take tiny models, one or two steps, and no more micro-batches than the question needs. The numbers
+  of one process are computed once (`reference` in `data_parallel.py`, `tensor_parallel.py` and
+  `pipelines.py` of `tests/parity`).
+- Never sleep, and never judge by the clock, because another test runs on the same cores.
 """
 
 from __future__ import annotations
@@ -33,9 +37,12 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 TASKS_OF_A_WORKER = 36
-"""Workers are renewed after this many, since torch and its groups never give everything back (some three open files per task)."""
+"""Tasks after which workers are replaced.
+
+torch and its process groups never release everything, for example three open files per task.
+"""
 MOST_WORKERS = 10
-"""That wait for a task: each has threads that wake a hundred times a second."""
+"""Largest number of workers, because each has threads that wake a hundred times a second."""
 PRELOADED = (
     "accelerate",
     "plait",
@@ -49,24 +56,19 @@ PRELOADED = (
     "torch.distributed.pipelining",
     "torch.fx.experimental.symbolic_shapes",
     "transformers.trainer",
-    *(
-        f"transformers.models.{name}.modeling_{name}"
-        for name in (
-            "gemma",
-            "gemma2",
-            "gpt2",
-            "gpt_neox",
-            "gptj",
-            "llama",
-            "mistral",
-            "opt",
-            "phi3",
-            "qwen3",
-            "stablelm",
-        )
-    ),
+    "transformers.models.gemma.modeling_gemma",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.gptj.modeling_gptj",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.opt.modeling_opt",
+    "transformers.models.phi3.modeling_phi3",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.stablelm.modeling_stablelm",
 )
-"""Imported by the process that workers are forked from, which does nothing else: ten seconds less for four of them."""
+"""Modules that the process imports that workers are forked from. Saves ten seconds for four."""
 SECONDS = 180
 
 
@@ -75,45 +77,46 @@ class WorkerFailed(AssertionError):
 
 
 def _keep_groups():
-    """Groups are made once for every layout: making them takes longer than a step, and they hold sockets and threads for ever."""
+    """Create process groups once per layout.
+
+    Creating them takes longer than a step, and torch never frees their sockets and threads.
+    """
     from plait.cluster import mesh
 
-    make, split, stages, messages = (
-        mesh.init_device_mesh,
-        mesh.split_by_node,
-        mesh.Mesh.stages_group,
-        mesh.Mesh.message_groups,
-    )
-    kept: dict[Any, Any] = {}
+    split = mesh.split_by_node
+    stages = mesh.Mesh.stages_group
+    messages = mesh.Mesh.message_groups
+    groups_by_key: dict[Any, Any] = {}
 
-    def once(key, made):
-        if key not in kept:
-            kept[key] = made()
-        return kept[key]
+    def once(key, create):
+        if key not in groups_by_key:
+            groups_by_key[key] = create()
+        return groups_by_key[key]
 
     def stages_group(self, which, *args, **options):
-        # By how they are written too: messages to lower stages and the gradients of tied weights have a group each.
+        # The options belong to the key: messages to lower stages and the gradients of tied weights
+        # have a group each.
         key = ("stages", self.layout, repr(which), args, tuple(options.items()))
         return once(key, lambda: stages(self, which, *args, **options))
 
     mesh.end_groups = lambda groups: None  # the next task has the same mesh
-    mesh.init_device_mesh = cache(make)  # type: ignore[assignment]
+    mesh.init_device_mesh = cache(mesh.init_device_mesh)
     mesh.split_by_node = lambda groups, nodes: once(
         (repr(groups), tuple(nodes)), lambda: split(groups, nodes)
     )
 
     def message_groups(self, count):
         def new():
-            mesh.Mesh.stages_group = stages  # type: ignore[method-assign]
+            mesh.Mesh.stages_group = stages
             try:
                 return messages(self, count)
             finally:
-                mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
+                mesh.Mesh.stages_group = stages_group
 
         return once(("messages", self.layout, count), new)
 
-    mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
-    mesh.Mesh.message_groups = message_groups  # type: ignore[method-assign]
+    mesh.Mesh.stages_group = stages_group
+    mesh.Mesh.message_groups = message_groups
 
 
 class _OneDevice(type):
@@ -126,7 +129,7 @@ class _OneDevice(type):
     group = c10d.ProcessGroupGloo
 
     def __call__(cls, store, rank, size, *, timeout, **_):
-        # From torch 2.15 on there is a keyword for groups that change, which tests do not have.
+        # torch 2.15 adds a keyword for groups whose ranks change, which no test uses.
         options = cls.group._Options()
         options._devices = [_gloo_device()]
         options._timeout = timeout
@@ -142,7 +145,7 @@ def _gloo_device():
 
 
 def _share_gloo_device():
-    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {})  # type: ignore[assignment,misc]
+    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {})
 
 
 def _serve(connection, rank, world_size, port):
@@ -153,10 +156,12 @@ def _serve(connection, rank, world_size, port):
     _share_gloo_device()
     timeout = timedelta(seconds=SECONDS)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
-    gc.freeze()  # what was imported is not looked through after every task
-    backend, device = "gloo", None
+    gc.freeze()  # collections after each task skip what was imported
+    backend = "gloo"
+    device = None
     if os.environ.get("SIMULATED_DEVICE"):  # tests/simulated_device
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
@@ -167,7 +172,7 @@ def _serve(connection, rank, world_size, port):
             dist.destroy_process_group()
             return
         function, args = task
-        gc.collect()  # what the last task left in cycles holds memory that ranks share
+        gc.collect()  # cycles of the previous task keep memory that ranks share
         try:
             torch.manual_seed(0)
             connection.send((True, function(rank, world_size, *args)))
@@ -176,11 +181,12 @@ def _serve(connection, rank, world_size, port):
 
 
 def quick_starts():
-    """A context of multiprocessing whose processes have everything imported when they start."""
-    # MKL's sums otherwise follow the alignment of memory, which is another from run to run; tests compare bits.
+    """Return a multiprocessing context whose processes start with everything imported."""
+    # The sums of MKL otherwise depend on the alignment of memory, which differs between runs. Tests
+    # compare bits.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    # The watch of every worker reads torch's record of collectives twice a second: 0.1 s for the
-    # 2,000 entries that it has by default, a sixth of the time of these tests.
+    # The watchdog of every worker reads torch's record of collectives twice a second. That takes
+    # 0.1 s for the default of 2,000 entries, which was a sixth of the time of these tests.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -192,9 +198,11 @@ class _Crew:
 
     def __init__(self, world_size):
         context = quick_starts()
-        self.world_size, self.tasks = world_size, 0
+        self.world_size = world_size
+        self.tasks = 0
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -218,14 +226,15 @@ class _Crew:
                     f"no answer within {timeout} s from ranks {sorted(waiting.values())}"
                 )
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                rank = waiting.pop(connection)
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value = connection.recv()
                 except EOFError as error:
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
                     raise WorkerFailed(
-                        f"rank {rank} of {self.world_size} died (exit code {code}; a signal is negative)"
+                        f"rank {rank} of {self.world_size} died "
+                        f"(exit code {code}; a signal is negative)"
                     ) from error
                 if not ok:
                     raise WorkerFailed(f"rank {rank} of {self.world_size}:\n{value}")
@@ -247,13 +256,13 @@ class _Crew:
 
 
 class Pool:
-    """Crews are started when first needed, and anew after a failure."""
+    """Starts the workers of a world size when they are first needed, and again after a failure."""
 
     def __init__(self):
         self._crews: dict[int, _Crew] = {}
 
     def run(self, world_size, function, *args, timeout=SECONDS):
-        """Results by rank. `timeout` in seconds for the whole call."""
+        """Return the results by rank. `timeout` in seconds is for all ranks together."""
         crew = self._crews.pop(world_size, None)
         if crew is not None and crew.tasks >= TASKS_OF_A_WORKER:
             crew.stop(kill=False)
@@ -262,15 +271,15 @@ class Pool:
             while self._crews and sum(self._crews) + world_size > MOST_WORKERS:
                 self._crews.pop(next(iter(self._crews))).stop(kill=False)
             crew = _Crew(world_size)
-        self._crews[world_size] = crew  # the last one used stands last
+        self._crews[world_size] = crew  # moves it to the end; the first is stopped first
         try:
             return crew.run(function, args, timeout)
         except WorkerFailed:
-            self.discard(world_size)  # the others may wait in a collective for ever
+            self.discard(world_size)  # the other ranks may wait in a collective forever
             raise
 
     def discard(self, world_size):
-        """Kill the workers of one size, whose groups are of no use after a failure."""
+        """Kill the workers of one size, whose groups are unusable after a failure."""
         crew = self._crews.pop(world_size, None)
         if crew is not None:
             crew.stop(kill=True)

@@ -36,6 +36,7 @@ _VAGUE = re.compile(
 )
 """Names that say which part a value plays in a sentence, and not what it is."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def _docstrings(node: ast.AST) -> Iterator[str]:
@@ -64,6 +65,7 @@ def measure(folder: Path) -> dict[str, float]:
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     docstrings = [text for node in nodes for text in _docstrings(node)]
     conditions = [node for node in nodes if isinstance(node, ast.IfExp)]
+    comprehensions = sum(isinstance(node, _COMPREHENSIONS) for node in nodes)
     names = [node.id for node in nodes if isinstance(node, ast.Name)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     tuples = 0
@@ -82,6 +84,7 @@ def measure(folder: Path) -> dict[str, float]:
         "tuple assignments per 1,000 lines": tuples / thousand_lines,
         "vague names per 1,000 names": 1000 * vague / max(len(names), 1),
         "class names that are not unique": float(sum(count > 1 for count in classes.values())),
+        "comprehensions per 1,000 lines": comprehensions / thousand_lines,
         "lines": float(lines),
     }
 

@@ -1,27 +1,26 @@
-"""Another kind of accelerator is a change of one file: nothing else in the package names this one."""
+"""A single file names the accelerator, so another kind of accelerator is a change of one file."""
 
 import ast
 import re
-from collections import Counter
 
 from tests.architecture.sources import FILES, SOURCE, tree
 
-ONE_PLACE = ("cluster/accelerator.py",)
-NAMES_IT = re.compile("cuda|nccl", re.IGNORECASE)
+ACCELERATOR_FILE = "cluster/accelerator.py"
+ACCELERATOR = re.compile("cuda|nccl", re.IGNORECASE)
 ELSEWHERE = {
-    "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
-    "config/convert/megatron.py": (1, "what flags of Megatron-LM mean"),
-    "_torch/attention.py": (7, "torch's own names of the switches and operators of fused attention"),
-    "validation/catalogue.py": (5, "rows about NCCL"),
-    "validation/profile.py": (7, "names of CUDA's calls and of NCCL's kernels in a profile, and torch's warning of a wait"),
-    "validation/rows.py": (1, "the rows about NCCL"),
-    "cli/doctor.py": (6, "the option --nccl, its help and what contradicts it"),
-}  # fmt: skip
-"""File to uses that it needs, and for what."""
+    "config/dialects/deepspeed.py": 2,  # meanings of fields of DeepSpeed's files
+    "config/convert/megatron.py": 1,  # meanings of flags of Megatron-LM
+    "_torch/attention.py": 7,  # torch's switches and operators of fused attention
+    "validation/catalogue.py": 5,  # rows about NCCL
+    "validation/profile.py": 7,  # calls and kernels in a profile, torch's warning of a wait
+    "validation/rows.py": 1,  # rows about NCCL
+    "cli/doctor.py": 6,  # the option --nccl, its help and its conflicts
+}
+"""Number of uses that other files need."""
 
 
 def uses(module):
-    """Names, attributes, arguments and texts of a module that name it. What a docstring or a comment says is prose."""
+    """Yield the identifiers and texts that name the accelerator. Docstrings do not count."""
     prose = {
         id(node.value)
         for node in ast.walk(module)
@@ -42,30 +41,22 @@ def uses(module):
                 pass
             case _:
                 continue
-        if NAMES_IT.search(text):
+        if ACCELERATOR.search(text):
             yield f"line {getattr(node, 'lineno', 0)}: {text}"
 
 
 def test_one_file_names_the_accelerator():
-    """Elsewhere only what a file or a command is written with, counted; take a use away, and lower its count here."""
-    found = {
-        path.relative_to(SOURCE).as_posix(): named
-        for path in FILES
-        if (named := list(uses(tree(path))))
-    }
-    elsewhere = Counter(
-        {file: len(named) for file, named in found.items() if file not in ONE_PLACE}
-    )
-    expected = Counter({file: count for file, (count, _) in ELSEWHERE.items()})
-    wrong = {
-        file: found.get(file, [])
-        for file in elsewhere.keys() | expected.keys()
-        if elsewhere[file] != expected[file]
-    }
-    assert not wrong, f"use plait.cluster.accelerator: {wrong}"
+    """A file that loses a use gets a lower count in ELSEWHERE."""
+    differing = {}
+    for path in FILES:
+        file = path.relative_to(SOURCE).as_posix()
+        file_uses = list(uses(tree(path)))
+        if file != ACCELERATOR_FILE and len(file_uses) != ELSEWHERE.get(file, 0):
+            differing[file] = file_uses
+    assert not differing, f"use plait.cluster.accelerator: {differing}"
+    assert all((SOURCE / file).is_file() for file in ELSEWHERE)
 
 
-def test_what_counts():
-    """A use in code does, prose does not."""
+def test_uses_in_code_count_and_prose_does_not():
     text = '"""CUDA."""\nx = torch.cuda.is_available()  # CUDA\ny = "cuda:0"'
     assert len(list(uses(ast.parse(text)))) == 2

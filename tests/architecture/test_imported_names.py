@@ -1,4 +1,7 @@
-"""What benchmarks, tools and tests import from the project exists, and is no test: nothing else reads those that a test never runs."""
+"""Benchmarks, tools and tests import names that exist, and nothing from test modules.
+
+Tests run only a part of them.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,39 @@ PLACES = {"plait": ROOT / "src", "benchmarks": ROOT, "tools": ROOT, "tests": ROO
 
 
 def _file(module):
-    """The file of a module of the project; a folder without one has no names of its own."""
-    bare = PLACES[module.split(".")[0]].joinpath(*module.split("."))
-    return next(
-        (path for path in (bare / "__init__.py", bare.with_suffix(".py")) if path.is_file()), None
-    )
+    """Return the file of a module of the project, or None for a folder without one."""
+    base = PLACES[module.split(".")[0]].joinpath(*module.split("."))
+    for path in (base / "__init__.py", base.with_suffix(".py")):
+        if path.is_file():
+            return path
+    return None
 
 
 @cache
 def _names(path):
-    """That a file binds at its top, also in branches there."""
-    found: set[str] = set()
+    """Return the names that a file binds."""
+    names: set[str] = set()
     for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return frozenset(found)
+            names.add(node.id)
+    return frozenset(names)
 
 
-def _imports(found):
-    """Modules of the project and the names that are imported from them."""
-    for node in found:
+def _imports(syntax_nodes):
+    """Yield modules of the project and the names that are imported from them."""
+    for node in syntax_nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PLACES:
-            yield from ((str(node.module), alias.name) for alias in node.names)
+            for alias in node.names:
+                yield str(node.module), alias.name
 
 
-def _missing(found):
+def _missing(syntax_nodes):
     missing = []
-    for module, name in _imports(found):
+    for module, name in _imports(syntax_nodes):
         file = _file(module)
         names = _names(file) if file is not None else frozenset()
         known = "__getattr__" in names or name in names
@@ -57,21 +62,22 @@ def test_imported_names_exist():
 
 
 def test_no_module_imports_a_test_module():
-    """Or to change a test is to change others, and its file is imported under two names."""
-    wrong = [
-        f"{path.relative_to(ROOT)}: {module}.{name}"
-        for path in OTHERS
-        for module, name in _imports(nodes(path))
-        if module.rpartition(".")[2].startswith("test_")
-        or (name.startswith("test_") and _file(f"{module}.{name}") is not None)
-    ]
-    assert not wrong
+    """A change of a test would change others, and its file would be imported under two names."""
+    imports = []
+    for path in OTHERS:
+        for module, name in _imports(nodes(path)):
+            is_module = name.startswith("test_") and _file(f"{module}.{name}") is not None
+            if is_module or module.rpartition(".")[2].startswith("test_"):
+                imports.append(f"{path.relative_to(ROOT)}: {module}.{name}")
+    assert not imports
 
 
-def test_a_name_that_is_gone_is_found():
-    text = "from benchmarks.planner_accuracy.published import LAYOUTS, rows\nfrom plait.no_such_module import anything"
-    found = list(ast.walk(ast.parse(text)))
-    assert _missing(found) == [
+def test_missing_names_are_reported():
+    text = """
+from benchmarks.planner_accuracy.published import LAYOUTS, rows
+from plait.no_such_module import anything
+"""
+    assert _missing(ast.walk(ast.parse(text))) == [
         "benchmarks.planner_accuracy.published.LAYOUTS",
         "plait.no_such_module.anything",
     ]

@@ -1,4 +1,4 @@
-"""`make test` runs two pytest processes; what it prints and returns is that of both."""
+"""`make test` runs two pytest processes, and prints and returns the results of both."""
 
 from __future__ import annotations
 
@@ -18,68 +18,56 @@ def tests():
 
 
 def test_every_test_is_in_one_part(tests):
-    """Or has a command of its own."""
+    """A test may also have a separate command."""
     for file in (ROOT / "tests").rglob("test_*.py"):
-        assert (
-            sum(is_given(file, paths) for paths in (*tests.PARTS.values(), tests.SEPARATE)) == 1
-        ), file
+        parts = [*tests.PARTS.values(), tests.SEPARATE]
+        assert sum(runs(file, arguments) for arguments in parts) == 1, file
 
 
-def is_given(file, arguments):
-    """Whether pytest with these arguments runs `file`."""
-    ignored = [
-        ROOT / one.removeprefix("--ignore=") for one in arguments if one.startswith("--ignore=")
+def runs(file, arguments):
+    """Return whether pytest with these arguments runs `file`."""
+    folders = [folder.as_posix() for folder in file.relative_to(ROOT).parents]
+    is_ignored = any(f"--ignore={folder}" in arguments for folder in folders)
+    return any(folder in arguments for folder in folders) and not is_ignored
+
+
+def test_failure_of_a_part_is_a_failure_of_all(tests):
+    rows = [
+        *((0, 0, 0), (0, 1, 1), (1, 0, 1), (5, 1, 1), (2, 5, 2), (-9, 0, 1)),
+        *((5, 0, 0), (0, 5, 0), (5, 5, 5)),  # 5 means that no test was selected
     ]
-    return any(ROOT / one in file.parents for one in arguments) and not any(
-        one in file.parents for one in ignored
-    )
-
-
-def test_a_failure_of_any_part_is_one_of_all(tests):
-    for first, second, expected in (
-        (0, 0, 0), (0, 1, 1), (1, 0, 1), (5, 0, 0), (0, 5, 0), (5, 5, 5), (5, 1, 1), (2, 5, 2), (-9, 0, 1),
-    ):  # fmt: skip
+    for first, second, expected in rows:
         assert tests.exit_code([first, second]) == expected, (first, second)
 
 
-def test_paths_and_what_needs_a_terminal_are_one_pytest(tests, monkeypatch):
+def test_paths_and_terminal_options_run_a_single_pytest(tests, monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.setattr(tests.subprocess, "call", lambda command, **_: calls.append(command) or 0)
     monkeypatch.setattr(tests, "side_by_side", lambda arguments: 7)
     assert tests.main(["-k", "topology"]) == tests.main(["--durations=50"]) == tests.main([]) == 7
-    assert (
-        tests.main(["tests/unit/test_covers.py::test_other_rows_are_proof", "-x"])
-        == tests.main(["--pdb"])
-        == 0
-    )
-    assert (
-        calls[0][-2:] == ["tests/unit/test_covers.py::test_other_rows_are_proof", "-x"]
-        and calls[1][-1] == "--pdb"
-    )
+    selection = ["tests/unit/test_covers.py", "-x"]
+    assert tests.main(selection) == tests.main(["--pdb"]) == 0
+    assert calls[0][-2:] == selection and calls[1][-1] == "--pdb"
 
 
-def test_what_is_left_out_is_said(tests, monkeypatch):
+def test_tests_that_are_not_run_are_printed(tests, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (line,) = tests.left_out()
-    assert line.startswith(
-        "not run here: tests/simulated_device (make simulated), which would skip them: there is no C++ compiler"
-    )
+    command = "tests/simulated_device (make simulated), which would skip them"
+    assert line.startswith(f"not run here: {command}: there is no C++ compiler")
 
 
-def test_lines_of_a_part_bear_its_name(tests, capsys):
+def test_output_lines_start_with_the_name_of_their_part(tests, capsys):
     failures: list[str] = []
     program = "print('FAILED a.py::b - c'); print('.FAILED')"
-    tests.show(
-        "alone",
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True),
-        failures,
-    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    tests.show("alone", process, failures)
     assert capsys.readouterr().out == "alone    | FAILED a.py::b - c\nalone    | .FAILED\n"
     assert failures == ["alone    | FAILED a.py::b - c"]
 
 
-def test_long_cases_are_of_tests_that_are_there():
-    """tests/long_cases.txt names cases; one of a function that is gone would leave nothing out."""
+def test_long_cases_name_tests_that_exist():
     for case in (ROOT / "tests" / "long_cases.txt").read_text(encoding="utf-8").splitlines():
         file, *names = case.split("::")
         text = (ROOT / file).read_text(encoding="utf-8")

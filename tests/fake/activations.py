@@ -1,4 +1,4 @@
-"""What is predicted of the activations of a fake world's ranks."""
+"""Predicted activations of the ranks of a fake world."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from plait.parallel.micro_batches import default_forward
 from plait.parallel.parts import Parts, Plans
 from tests.parity import cases
 
-LENGTH, LAYERS = 16, 4
+LENGTH = 16
+LAYERS = 4
 
 
 def predicted_activations(model, resolved, *, samples=2, length=LENGTH):
-    """Of every rank of the pipeline, before anything is applied to the model."""
+    """Return the prediction for every rank of the pipeline, on the unchanged model."""
     blocks = find_blocks(model)
     chunk = resolved.loss_chunk_tokens
     compute = resolved.precision.compute
@@ -41,6 +42,6 @@ def predicted_activations(model, resolved, *, samples=2, length=LENGTH):
 
 
 def foretold(config, world, dtype=torch.float32):
-    """Of a Llama with four layers."""
+    """Return the prediction for a Llama with four layers."""
     model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
     return predicted_activations(model, resolve(load(config), world_size=world))

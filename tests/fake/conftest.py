@@ -1,4 +1,7 @@
-"""A fake world: one process that believes to be a rank of many. Collectives return at once and move nothing."""
+"""A fake world: one process that acts as one rank of many.
+
+Collectives return at once and move nothing.
+"""
 
 import pytest
 import torch.distributed as dist
@@ -10,9 +13,11 @@ from plait._torch.tensors import forget_meshes
 def write_outputs(monkeypatch):
     """Write this rank's part to the outputs of fake collectives, as torch does since 2.13.
 
-    Before, they stay uninitialised. A step with a gradient that is not finite by chance is skipped.
+    Older releases leave them uninitialised. A step whose gradient is not finite by chance is
+    skipped.
     """
-    reduce_scatter, all_to_all = dist.reduce_scatter_tensor, dist.all_to_all_single
+    reduce_scatter = dist.reduce_scatter_tensor
+    all_to_all = dist.all_to_all_single
 
     def reduce_scatter_tensor(output, input, *args, **kwargs):
         output.copy_(input.view(-1)[: output.numel()].view(output.shape))
@@ -28,12 +33,12 @@ def write_outputs(monkeypatch):
 
 @pytest.fixture
 def fake_world(monkeypatch):
-    """Call with a world size and a rank, by default 0."""
+    """Function that starts a world of a given size on a rank, by default 0."""
 
     def start(world_size, rank=0):
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_meshes()  # of the world before, where this process may have had another rank
+        forget_meshes()  # in the previous world this process may have had another rank
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
     if not hasattr(dist, "reduce_scatter_single"):

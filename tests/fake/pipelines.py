@@ -1,4 +1,4 @@
-"""One rank of a fake world's pipeline, what it holds and sends by its ledger."""
+"""A pipeline rank of a fake world, and its ledger."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from tests.fake.worlds import batch, facts_of
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
 
-HIDDEN, LENGTH = 32, 8
+HIDDEN = 32
+LENGTH = 8
 
 
 def build(config, world, *, layers=None, length=LENGTH):
-    """An engine of one rank of the fake world, in float32; embeddings are tied."""
+    """Build an engine of one rank of the fake world, in float32 with tied embeddings."""
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
     facts = facts_of(model, resolved)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    found = engine.parts.plans.pipeline
-    assert found is not None and engine.sharded.pipeline is not None
+    plan = engine.parts.plans.pipeline
+    assert plan is not None and engine.sharded.pipeline is not None
     predict_messages(engine.model, engine.parts, engine.sharded.pipeline, batch(1, length=length))
-    return engine, resolved, facts, found
+    return engine, resolved, facts, plan
 
 
 def predicted(resolved, facts, pipeline, rank):
-    """What the techniques' `account` says of a rank."""
+    """Return the ledger of a rank from the `account` methods of the techniques."""
     layout = resolved.layout
     at = layout.coordinates(rank)
     ledger = Ledger.of_rank(layout, at, accumulation=resolved.batch.accumulation, tokens=2 * LENGTH)
@@ -47,8 +48,8 @@ def predicted(resolved, facts, pipeline, rank):
         boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part,
         ledger=ledger,
     )
-    own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    return account_all(resolved.techniques, ledger.with_(stage=counts), own)
+    rank_facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
+    return account_all(resolved.techniques, ledger.with_(stage=counts), rank_facts)
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,9 @@ def unsharded_after(schedule, rank, *, zero, facts, cut, gathered, gradients):
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             has_gradient.update(blocks[stage])
             has_gradient.update(name for name, users in root.items() if stage in users)
-            for names, after in (
-                (
-                    blocks[stage],
-                    after_block_backward(zero, remaining, ran=stage, block_stage=stage),
-                ),
-                (root, after_root_backward(zero, remaining, ran=stage, users=ends)),
-            ):
+            after_block = after_block_backward(zero, remaining, ran=stage, block_stage=stage)
+            after_root = after_root_backward(zero, remaining, ran=stage, users=ends)
+            for names, after in ((blocks[stage], after_block), (root, after_root)):
                 if after.reduce:
                     has_gradient -= set(names)
                 if after.free:

@@ -1,4 +1,4 @@
-"""A small Llama split by Plait, and the same block split by hand with the styles of torch."""
+"""A Llama block split by Plait, and the same block split by hand with torch's parallel styles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import (
 
 import plait
 
-RANKS, LENGTH, WIDTH = 2, 8, 32
+RANKS = 2
+LENGTH = 8
+WIDTH = 32
 
 
 def by_plait(*, sequence):
@@ -31,14 +33,13 @@ def by_plait(*, sequence):
     region = engine.parts.region
     assert region is not None
     region.length = LENGTH  # the input of the first block sets it; here a block runs alone
-    model.model.layers[
-        0
-    ]._forward_pre_hooks.clear()  # that gather belongs to the model, not to a block
+    # The gather in front of the first block belongs to the model, not to the block.
+    model.model.layers[0]._forward_pre_hooks.clear()
     return model
 
 
 def llama(device):
-    """Widths that 2 divides: torch's own styles cannot split others."""
+    """Build a model whose widths are even, because torch's styles cannot split others."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {
@@ -54,7 +55,7 @@ def llama(device):
 
 
 def by_hand(*, sequence):
-    """What torch's tutorials do for one decoder layer."""
+    """Split one decoder layer as torch's tutorials do."""
     model = llama("cpu")
     hidden = "hidden_states"
     shards = Shard(1) if sequence else Replicate()
@@ -82,13 +83,12 @@ def by_hand(*, sequence):
 
 
 def step(model, *, sequence):
-    """One forward and backward of the first block; gradients are complete sums afterwards."""
+    """Run forward and backward of the first block. Gradients are complete sums afterwards."""
     block = model.model.layers[0]
     hidden = torch.ones(2, LENGTH // RANKS if sequence else LENGTH, WIDTH, requires_grad=True)
     positions = model.model.rotary_emb(torch.ones(2, LENGTH, WIDTH), torch.arange(LENGTH)[None])
     block(hidden, position_embeddings=positions).sum().backward()
     for parameter in block.parameters():
-        if isinstance(
-            parameter.grad, DTensor
-        ):  # torch leaves the norms' gradients to be summed by whoever reads them
+        # torch leaves the gradients of norms as partial sums that their readers reduce.
+        if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

@@ -1,4 +1,4 @@
-"""Activations: what a dry run on fake tensors predicts is what a real micro-batch keeps, to the byte."""
+"""The activations that a dry run predicts equal those of a real micro-batch, to the byte."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from tests.measured.memory import measure_activations
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
 
-SAMPLES, LENGTH = 2, 8
+SAMPLES = 2
+LENGTH = 8
 KINDS = ("activations", "logits")
 RECOMPUTE = {
     "none": {},
@@ -34,52 +35,43 @@ CASES = [
 
 
 def predicted(kind, config):
-    """(model, resolved, ledger) before anything is applied."""
-    model, resolved = cases.build(kind, tied=False, dtype=torch.float32), resolved_of(config)
-    (measured,) = predicted_activations(model, resolved, samples=SAMPLES, length=LENGTH)
-    return (
-        model,
-        resolved,
-        account(model, resolved, 0, tokens=SAMPLES * LENGTH, activations=measured),
-    )
+    """Return the model, the resolved configuration and the ledger with predicted activations."""
+    model = cases.build(kind, tied=False, dtype=torch.float32)
+    resolved = resolved_of(config)
+    (activations,) = predicted_activations(model, resolved, samples=SAMPLES, length=LENGTH)
+    ledger = account(model, resolved, 0, tokens=SAMPLES * LENGTH, activations=activations)
+    return model, resolved, ledger
 
 
-def check(fake_world, kind, tp, sequence, stage, mode, dtype, **more):
-    """Blocks, head and loss; and the traffic that recomputation repeats."""
+def check(fake_world, kind, tp, sequence, stage, mode, dtype, **parallel):
+    """Compare activations, logits, and the traffic that recomputation repeats."""
     fake_world(2 * tp)
-    config = settings(2 * tp, tp, stage, 1, 1, sequence, recompute=RECOMPUTE[mode], **more)
+    config = settings(2 * tp, tp, stage, 1, 1, sequence, recompute=RECOMPUTE[mode], **parallel)
     config |= {
         "bf16": {"enabled": dtype == "bf16"},
         "activation_checkpointing": {"partition_activations": mode == "sliced"},
     }
     model, resolved, ledger = predicted(kind, config)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    held, memory = measure_activations(engine, batch(1)), integers(ledger.memory)
-    assert {name: held[name] for name in KINDS} == {name: memory[name] for name in KINDS}
+    measured = measure_activations(engine, batch(1))
+    expected = integers(ledger.memory)
+    assert {name: measured[name] for name in KINDS} == {name: expected[name] for name in KINDS}
     assert sent_by(engine, batch(1)) == expected_traffic(ledger)
 
 
 @pytest.mark.parametrize(
     ("kind", "tp", "sequence", "stage", "mode", "dtype"), cover(CASES, strength=1)
 )
-def test_foretold_is_measured(fake_world, kind, tp, sequence, stage, mode, dtype):
+def test_predicted_activations_are_measured(fake_world, kind, tp, sequence, stage, mode, dtype):
     check(fake_world, kind, tp, sequence, stage, mode, dtype)
 
 
 @pytest.mark.parametrize(("tp", "loss_parallel"), [(1, False), (2, True), (1, True), (2, False)])
-def test_with_the_loss_in_pieces(fake_world, tp, loss_parallel):
-    """The head's input takes the place of the logits; the loss's collectives go out twice."""
-    check(
-        fake_world,
-        "llama",
-        tp,
-        tp == 2 and loss_parallel,
-        3,
-        "selective",
-        None,
-        loss_chunk_tokens=6,
-        loss_parallel=loss_parallel,
-    )
+def test_chunked_loss(fake_world, tp, loss_parallel):
+    """The head's input is kept in place of the logits. The loss runs its collectives twice."""
+    sequence = tp == 2 and loss_parallel
+    options = {"loss_chunk_tokens": 6, "loss_parallel": loss_parallel}
+    check(fake_world, "llama", tp, sequence, 3, "selective", None, **options)
 
 
 @pytest.mark.parametrize(
@@ -91,27 +83,24 @@ def test_with_the_loss_in_pieces(fake_world, tp, loss_parallel):
         (2, False, "full", None),
     ],
 )
-def test_with_the_mlp_in_tiles(fake_world, tp, sequence, mode, dtype):
-    """What is wide is not kept, and nothing is sent again."""
+def test_tiled_mlp(fake_world, tp, sequence, mode, dtype):
+    """Intermediate activations of the MLP are not kept, and no collective is repeated."""
     check(fake_world, "llama", tp, sequence, 3, mode, dtype, mlp_tile_tokens=6)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_a_tile_keeps_nothing_wide(fake_world, mode):
-    """Not the results of operators either that are kept of the rest of a block."""
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, {"mode": "selective", "keep": ["matmul"]}],
+    ids=["none", "selective"],
+)
+def test_tiled_mlp_keeps_no_intermediate_activations(fake_world, recompute):
+    """Products of a tile are dropped even if those of the other parts of a block are kept."""
     fake_world(1)
-    kept = []
+    sizes = []
     for tokens in (0, 4):
-        config = settings(
-            1,
-            1,
-            0,
-            1,
-            1,
-            recompute=RECOMPUTE[mode] | ({"keep": ["matmul"]} if mode == "selective" else {}),
-            mlp_tile_tokens=tokens,
-        )
+        config = settings(1, 1, 0, 1, 1, recompute=recompute, mlp_tile_tokens=tokens)
         model, _, ledger = predicted("llama", config)
-        kept.append(integers(ledger.memory)["activations"])
-    wide = 2 * SAMPLES * LENGTH * model.config.intermediate_size * 4  # gate and up of a block
-    assert kept[0] - kept[1] >= model.config.num_hidden_layers * wide
+        sizes.append(integers(ledger.memory)["activations"])
+    # The outputs of gate and up projection in float32.
+    intermediate = 2 * SAMPLES * LENGTH * model.config.intermediate_size * 4
+    assert sizes[0] - sizes[1] >= model.config.num_hidden_layers * intermediate

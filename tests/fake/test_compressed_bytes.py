@@ -1,4 +1,4 @@
-"""Bytes on the wire and in memory of every compression at every stage, counted, equal to the ledger's formula."""
+"""Measured bytes on the wire and in memory equal the ledger's for every compression."""
 
 from itertools import product
 
@@ -29,14 +29,14 @@ LAYOUTS = [(2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0),
 
 
 def check(start, kind, config, rank=0, **options):
-    """Compare with the ledger, and return what was sent."""
-    return check_bytes(fake_rank(start, kind, config, rank=rank, tied=kind == "llama"), **options)[
-        1
-    ]
+    """Compare with the ledger, and return the bytes on the wire."""
+    fake = fake_rank(start, kind, config, rank=rank, tied=kind == "llama")
+    _, sent = check_bytes(fake, **options)
+    return sent
 
 
 def features(ranks, stage, replicas, rank, kind, accumulation, compression):
-    """Each compression at each stage and with replicas; layouts with each kind of parameters and number of micro-batches."""
+    """Return the groups of settings that have to meet."""
     return frozenset(
         {
             (stage, compression),
@@ -69,12 +69,12 @@ def test_sharded(fake_world, kind, ranks, stage, replicas, rank, accumulation, c
     ("copy", "weights", "kind"), cover(product((2, 4), ("none", "int8"), ("llama", "frozen")))
 )
 def test_second_copy(fake_world, kind, weights, copy):
-    """The backward gathers from fewer ranks, so it receives less from others."""
+    """The backward gathers from fewer ranks and receives less."""
     config = settings(8, 3, 1, 2)
     config["parallel"] |= {"compress_weights": weights}
-    without = check(fake_world, kind, config)
+    without_copy = check(fake_world, kind, config)
     config["parallel"] |= {"secondary_partition": copy}
-    assert check(fake_world, kind, config)["all_gather"] < without["all_gather"]
+    assert check(fake_world, kind, config)["all_gather"] < without_copy["all_gather"]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_second_copy(fake_world, kind, weights, copy):
     cover(product((2, 5), ("llama", "frozen"), (0.001, 0.02, 25), BUCKETS)),
 )
 def test_stage_0(fake_world, ranks, kind, bucket_mib, compression):
-    """Each all-reduce is counted to the byte, so their sum may be off by one a bucket."""
     config = settings(ranks, 0, 1, 3)
     config["parallel"] |= {**BUCKETS[compression], "bucket_mib": bucket_mib}
     steps = POWERSGD_START if compression == "powersgd" else 1
+    # Fifths of a bucket are rounded to bytes, so the sum may be off by one per bucket.
     check(fake_world, kind, config, steps=steps, slack=30 if ranks == 5 else 0)
 
 
@@ -97,14 +97,14 @@ ALGORITHMS = ("all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doub
     cover(product((2, 5, 8), ("fp32", "bf16"), (0.02, 25), ALGORITHMS)),
 )
 def test_algorithms(fake_world, ranks, wire, bucket_mib, algorithm):
-    """Each message is counted to the byte, so their sum may be off by one a message."""
     config = settings(ranks, 0, 1, 2, communication_data_type=wire)
     config["parallel"] |= {"all_reduce": algorithm, "bucket_mib": bucket_mib}
+    # Every message is rounded to bytes, so the sum may be off by one per message.
     check(fake_world, "llama", config, slack=0 if ranks == 2 else 20)
 
 
 def test_int8_is_a_quarter_of_float32_and_int4_an_eighth(fake_world):
-    """Of matrices that blocks fit; the tiny ones of other tests are mostly padding."""
+    # Blocks of numbers with a scale fit the width of 512. Tiny matrices would be mostly padding.
     sizes = []
     for compression in ("none", "int8 gradients", "int4 both"):
         fake_world(2)

@@ -1,7 +1,6 @@
-"""`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
+"""`plait dryrun`: its output, the choice of rank and layout, and its errors."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,142 +19,118 @@ MODEL = {
 }
 PLAN = ("--world-size", "8", "--gpu", "h100", "--batch", "16", "--seq", "64")
 FIXED = ("--fix", "pp=1,tp=1,stage=3,dp_shard=8,micro_batch=2")
-"""Leaves little to search."""
+"""Choices that leave a small search."""
 
 
-def config(tmp_path, **changes):
+def model_file(tmp_path, **changes):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(MODEL | changes), encoding="utf-8")
     return str(file)
 
 
-def run_file(tmp_path, **parallel):
-    file = tmp_path / "run.json"
-    tree = {
+def run_file(tmp_path, *, model=None, **parallel):
+    config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW"},
         "parallel": parallel,
-        "model": {"config": MODEL},
+        "model": model or {"config": MODEL},
         "data": {"sequence_length": 64},
     }
-    file.write_text(json.dumps(tree), encoding="utf-8")
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
     return str(file)
 
 
 def run(*arguments):
+    """Return the exit code of a dry run."""
     try:
         return int(main(["dryrun", *arguments]) or 0)
     except SystemExit as end:
         return int(end.code or 0)
 
 
-def told(capsys, *arguments):
+def report_of(capsys, *arguments):
     assert run(*arguments, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_winner(tmp_path, capsys):
-    found = told(capsys, "--model", config(tmp_path), *PLAN)
-    assert found["world_size"] == 8 and found["rank"] == 0
+def error_of(capsys, *arguments):
+    assert run(*arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_planned_layout(tmp_path, capsys):
+    report = report_of(capsys, "--model", model_file(tmp_path), *PLAN)
+    assert report["world_size"] == 8 and report["rank"] == 0
     for kind in ("parameters", "optimizer", "peak"):
-        assert found["bytes"][kind]["ratio"] == pytest.approx(1, abs=0.03), kind
-    assert found["bytes"]["gradients"]["dry_run"] == found["bytes"]["parameters"]["dry_run"]
-    assert found["flops"] > 0 and found["operators"][0]["calls"] > 0
+        assert report["bytes"][kind]["ratio"] == pytest.approx(1, abs=0.03), kind
+    assert report["bytes"]["gradients"]["dry_run"] == report["bytes"]["parameters"]["dry_run"]
+    assert report["flops"] > 0 and report["operators"][0]["calls"] > 0
 
 
-def test_what_is_fixed_changes_the_traffic(tmp_path, capsys):
-    found = told(
-        capsys, "--model", config(tmp_path), *PLAN, "--fix", "tp=2,pp=1,stage=3,dp_shard=4"
-    )
-    axes = {(entry["axis"], entry["kind"]): entry["ranks"] for entry in found["traffic"]}
+def test_fixed_degrees_change_the_traffic(tmp_path, capsys):
+    degrees = "tp=2,pp=1,stage=3,dp_shard=4"
+    report = report_of(capsys, "--model", model_file(tmp_path), *PLAN, "--fix", degrees)
+    axes = {(entry["axis"], entry["kind"]): entry["ranks"] for entry in report["traffic"]}
     assert axes["dp_shard", "all_gather"] == 4 and {axis for axis, _ in axes} >= {"tp", "dp_shard"}
 
 
-def test_a_file_that_fixes_its_layout_is_run_as_it_is(tmp_path, capsys):
-    file = run_file(tmp_path, pp=2, tp=2)
-    arguments = (file, "--world-size", "8", "--gpu", "h100")
-    first = told(capsys, *arguments, "--rank", "0")
-    last = told(capsys, *arguments, "--rank", "4")
-    assert (first["stage"], last["stage"]) == (
-        "rank 0 of 2 in the pipeline",
-        "rank 1 of 2 in the pipeline",
-    )
+def test_layout_of_a_file_is_not_searched(tmp_path, capsys):
+    arguments = (run_file(tmp_path, pp=2, tp=2), "--world-size", "8", "--gpu", "h100")
+    first = report_of(capsys, *arguments, "--rank", "0")
+    last = report_of(capsys, *arguments, "--rank", "4")
+    assert first["stage"] == "rank 0 of 2 in the pipeline"
+    assert last["stage"] == "rank 1 of 2 in the pipeline"
     assert first["micro_batches_of_a_step"] == 2
     assert first["bytes"]["parameters"]["dry_run"] != last["bytes"]["parameters"]["dry_run"]
     assert first["bytes"]["peak"]["ratio"] == pytest.approx(1, abs=0.03)
+
     assert run(*arguments) == 0
     printed = capsys.readouterr()
-    assert (
-        "fixes its layout" in printed.out
-        and "ratio" in printed.out
-        and "building rank" in printed.err
+    assert "fixes its layout" in printed.out and "ratio" in printed.out
+    assert "building rank" in printed.err
+
+
+def test_full_step_has_more_calls_and_the_same_peak(tmp_path, capsys):
+    arguments = (
+        *("--model", model_file(tmp_path), "--world-size", "8", "--gpu", "h100"),
+        *("--batch", "32", "--seq", "64"),
+        *("--fix", "tp=1,pp=1,stage=3,dp_shard=2,dp_replicate=4,micro_batch=1"),
     )
+    short = report_of(capsys, *arguments)
+    full = report_of(capsys, *arguments, "--full-step")
+    assert (short["micro_batches_run"], full["micro_batches_run"]) == (2, 4)
+    peak = full["bytes"]["peak"]["dry_run"]
+    assert short["bytes"]["peak"]["dry_run"] == pytest.approx(peak, rel=0.01)
+    assert short["flops"] * 2 == full["flops"]
 
 
-def test_a_whole_step_has_more_calls_and_the_same_peak(tmp_path, capsys):
-    common = (
-        "--model",
-        config(tmp_path),
-        *PLAN,
-        "--fix",
-        "tp=1,pp=1,stage=3,dp_shard=2,dp_replicate=4,micro_batch=1",
-    )
-    common = tuple("32" if text == "16" else text for text in common)
-    part, whole = told(capsys, *common), told(capsys, *common, "--full-step")
-    assert (part["micro_batches_run"], whole["micro_batches_run"]) == (2, 4)
-    assert part["bytes"]["peak"]["dry_run"] == pytest.approx(
-        whole["bytes"]["peak"]["dry_run"], rel=0.01
-    )
-    assert part["flops"] * 2 == whole["flops"]
-
-
-def test_a_rank_that_the_layout_does_not_have(tmp_path, capsys):
-    assert run("--model", config(tmp_path), *PLAN, *FIXED, "--rank", "8") == 2
-    assert "the layout has ranks 0 to 7" in capsys.readouterr().err
-
-
-def test_a_model_that_transformers_does_not_have(tmp_path, capsys):
-    assert run("--model", config(tmp_path, model_type="llamma"), *PLAN, *FIXED) == 2
-    assert "did you mean llama" in capsys.readouterr().err
-
-
-def test_what_it_advises_works(tmp_path, capsys):
-    """Ranks that exist, a folder for a public name, and the architecture that is meant."""
-    model = ("--model", config(tmp_path))
-    file = tmp_path / "file.json"
-    tree = json.loads(Path(run_file(tmp_path)).read_text("utf-8"))
-    on_one = (str(file), "--world-size", "1", "--gpu", "h100")
-
-    def refusal(*arguments):
-        assert run(*arguments) == 2
-        return capsys.readouterr().err
-
-    def name_model(path):
-        file.write_text(json.dumps(tree | {"model": {"path": str(path)}}), "utf-8")
-
-    said = refusal(*model, *PLAN, *FIXED, "--rank", "8")
-    assert "the layout has ranks 0 to 7; pass one of them" in said
+def test_remedies_of_errors_work(tmp_path, capsys):
+    model = ("--model", model_file(tmp_path))
+    message = error_of(capsys, *model, *PLAN, *FIXED, "--rank", "8")
+    assert "the layout has ranks 0 to 7; pass one of them" in message
     assert run(*model, *PLAN, *FIXED, "--rank", "7") == 0
-    name_model("llama-3-8b")
-    assert "pass model.config, or a folder with a config.json" in refusal(*on_one)
-    name_model(tmp_path)
-    assert run(*on_one) == 0
+
+    one_rank = ("--world-size", "1", "--gpu", "h100")
+    message = error_of(capsys, run_file(tmp_path, model={"path": "llama-3-8b"}), *one_rank)
+    assert "pass model.config, or a folder with a config.json" in message
+    assert run(run_file(tmp_path, model={"path": str(tmp_path)}), *one_rank) == 0
+
+    misspelt = model_file(tmp_path, model_type="llamma")
+    assert "did you mean llama" in error_of(capsys, "--model", misspelt, *PLAN, *FIXED)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without a GPU")
 def test_kernels_need_a_gpu(tmp_path, capsys):
-    assert run("--model", config(tmp_path), *PLAN, *FIXED, "--on-device") == 2
-    assert "needs a GPU" in capsys.readouterr().err
+    arguments = ("--model", model_file(tmp_path), *PLAN, *FIXED, "--on-device")
+    assert "needs a GPU" in error_of(capsys, *arguments)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
-    """Not run anywhere yet: no GPU was at hand when it was written."""
-    found = told(capsys, "--model", config(tmp_path), *PLAN, "--on-device")
-    assert (
-        found["step_seconds"] > 0
-        and sum(entry["device_seconds"] for entry in found["operators"]) > 0
-    )
-    assert found["bytes"]["peak"]["dry_run"] > found["bytes"]["parameters"]["dry_run"]
+    report = report_of(capsys, "--model", model_file(tmp_path), *PLAN, "--on-device")
+    assert report["step_seconds"] > 0
+    assert sum(entry["device_seconds"] for entry in report["operators"]) > 0
+    assert report["bytes"]["peak"]["dry_run"] > report["bytes"]["parameters"]["dry_run"]

@@ -1,6 +1,7 @@
-"""Activations of a pipeline's rank: what is foretold of every action of its row is what a real step holds then, to the byte."""
+"""Predicted activations after every action of a pipeline rank equal those of a real step."""
 
 import re
+from itertools import product
 
 import pytest
 
@@ -8,11 +9,14 @@ from plait._torch.groups import delivered_at_once
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.sizes import GIB
+from tests.covers import proof_after
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.fake.worlds import batch
 from tests.measured.memory import measure_in_flight
 from tests.parity.pipelines import SCHEDULES, settings
+
+CASES = sorted(product(SCHEDULES, (0, 1)), key=lambda case: case != ("1f1b", 0))
 
 
 def with_budget(config, budget):
@@ -21,47 +25,39 @@ def with_budget(config, budget):
 
 
 def check(start, world, rank, config, share):
-    """With a budget of `share` between the least and what is held without recompute, on this rank."""
+    """Compare a rank whose budget is a share of the way from full recompute to none."""
     start(world, rank)
     ranks = foretold(config, world)
-    at = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
-    least, plain = at.least()[0], at.peak_bytes(("none",) * at.blocks)
+    activations = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
+    least = activations.least()[0]
+    plain = activations.peak_bytes(("none",) * activations.blocks)
     budget = round(least + share * (plain - least))
-    engine, *_ = pipelines.build(
-        with_budget(config, max(budget, *(one.least()[0] for one in ranks))),
-        world,
-        layers=LAYERS,
-        length=LENGTH,
-    )
-    chosen, data = engine.parts.recompute_modes, batch(4, length=LENGTH)
-    assert at.peak_bytes(chosen) <= engine.config.recompute.budget_bytes
+    # Every rank has to fit.
+    budget = max(budget, *(other.least()[0] for other in ranks))
+    config = with_budget(config, budget)
+    engine, *_ = pipelines.build(config, world, layers=LAYERS, length=LENGTH)
+    modes = engine.parts.recompute_modes
+    assert activations.peak_bytes(modes) <= engine.config.recompute.budget_bytes
+
+    data = batch(4, length=LENGTH)
     with delivered_at_once():
         measured = measure_in_flight(engine, data).after
-    predicted = at.held_after(chosen)
+    predicted = activations.held_after(modes)
     assert [action for action, _ in measured] == [action for action, _ in predicted]
-    # The step's own 0-dimensional numbers come on top of activations: a loss and a weight per micro-batch, and a factor.
-    numbers_bytes = 16 * len(data["input_ids"])
-    excess = [held - expected for (_, held), (_, expected) in zip(measured, predicted, strict=True)]
-    assert min(excess) >= 0 and max(excess) <= numbers_bytes, excess
-    assert max(held for _, held in measured) <= at.peak_bytes(chosen) + numbers_bytes
-    if share < 1 and engine.config.recompute.budget_bytes < plain:
-        assert set(chosen) != {"none"}
+    # Scalars of the step come on top of activations: a loss and a weight per micro-batch, and a
+    # factor.
+    scalar_bytes = 16 * len(data["input_ids"])
+    sizes = [size for _, size in measured]
+    excess = [size - expected for size, (_, expected) in zip(sizes, predicted, strict=True)]
+    assert min(excess) >= 0 and max(excess) <= scalar_bytes, excess
+    assert max(sizes) <= activations.peak_bytes(modes) + scalar_bytes
+    if engine.config.recompute.budget_bytes < plain:
+        assert set(modes) != {"none"}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rank"),
-    [
-        pytest.param(
-            schedule,
-            rank,
-            marks=[] if schedule in ("1f1b", "zbv") and (index + rank) % 2 else pytest.mark.proof,
-        )
-        for index, schedule in enumerate(SCHEDULES)
-        for rank in (0, 1)
-    ],
-)
+@pytest.mark.parametrize(("schedule", "rank"), proof_after(1, CASES))
 def test_every_schedule(fake_world, schedule, rank):
-    """Several stages on a rank, in a row and in a V; backwards in halves."""
+    """Schedules differ in stages per rank, in their order and in split backwards."""
     check(fake_world, 2, rank, settings(0, 4, schedule, pp=2), 0.6 if rank else 0.3)
 
 
@@ -80,30 +76,30 @@ def test_with_other_axes(fake_world, world, rank, config):
     check(fake_world, world, rank, config, 0.4)
 
 
-def test_a_rank_with_more_in_flight_recomputes_more(fake_world):
-    """Each for itself: the first rank of 1F1B holds four micro-batches and the last one."""
+def test_rank_with_more_in_flight_recomputes_more(fake_world):
+    """The first rank of 1F1B holds four micro-batches, and the last rank holds a single one."""
     fake_world(4, 0)
     ranks = foretold(settings(0, 8, "1f1b", pp=4), 4)
     assert [round(rank.most_in_flight()) for rank in ranks] == [4, 3, 2, 1]
     budget = ranks[2].peak_bytes(("none",))
-    work = [rank.repeated(rank.solve(budget) or ()) for rank in ranks]
+    modes = [rank.solve(budget) or () for rank in ranks]
+    work = [rank.repeated(choice) for rank, choice in zip(ranks, modes, strict=True)]
     assert work[0] >= work[1] > work[2] == work[3] == 0
-    assert (
-        ranks[0].peak_bytes(ranks[0].solve(budget) or ()) <= budget < ranks[0].peak_bytes(("none",))
-    )
+    assert ranks[0].peak_bytes(modes[0]) <= budget < ranks[0].peak_bytes(("none",))
 
 
-def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world):
-    """With the numbers of the ranks that cannot, also where this one could."""
+def test_small_budget_is_refused_on_every_rank(fake_world):
+    """Rank 0 raises the error of rank 1 even if its own activations fit."""
     fake_world(2, 0)
     config = settings(0, 4, "1f1b", pp=2)
     first, last = (rank.least()[0] for rank in foretold(config, 2))
-    assert first < last, "the head and its loss"
-    with pytest.raises(
-        ConfigError,
-        match="rank 1 of the pipeline needs at least .* GiB .2 full.*1f1b has up to 1 micro-batches in flight there",
-    ):
+    assert first < last, "the last rank has the head and its loss"
+    message = (
+        "rank 1 of the pipeline needs at least .* GiB .2 full.*up to 1 micro-batches in flight"
+    )
+    with pytest.raises(ConfigError, match=message):
         pipelines.build(with_budget(config, first), 2, layers=LAYERS)
+
     with pytest.raises(ConfigError, match="rank 0 of the pipeline .*use .* or more") as error:
         pipelines.build(with_budget(config, first - 1), 2, layers=LAYERS)
     advised = float(re.findall(r"use (\S+) or more", str(error.value))[0])
@@ -111,9 +107,9 @@ def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)]
+    "schedule", [pytest.param("interleaved-1f1b", marks=pytest.mark.proof), "zbv"]
 )
-def test_with_a_store(fake_world, tmp_path, schedule, rank):
-    """Half of the blocks put what they save into files; the budget is solved for the others and for what stays of those."""
+def test_activation_offload(fake_world, tmp_path, schedule):
+    """The budget counts blocks that keep their activations, and the remainder of the others."""
     offload = {"fraction": 0.5, "device": "disk", "path": str(tmp_path)}
-    check(fake_world, 2, rank, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)
+    check(fake_world, 2, 1, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)

@@ -1,5 +1,4 @@
-"""Tensor parallelism's memory and traffic on a fake world: measured equals the ledger's, and traffic grows with activations, not
-parameters."""
+"""Tensor parallelism: memory and traffic equal the ledger's, and traffic grows with activations."""
 
 from itertools import product
 
@@ -37,13 +36,13 @@ def test_memory_and_traffic(fake_world, kind, world, tp, stage, replicas, sequen
     [("gpt2", 2, 0, False), ("llama", 4, 1, True), ("qwen3", 4, 2, False), ("llama", 4, 3, True)],
 )
 def test_updates_in_the_backward(fake_world, kind, world, stage, sequence):
-    """The gradients of one unit's slices, of one parameter's where tp alone splits; everything else as at the end."""
-    found = []
+    """Only the gradients change. Those of a unit, or of a parameter without ZeRO, are left."""
+    measurements = []
     for in_backward in (False, True):
         config = {**settings(world, 2, stage, 1, 1, sequence), "gradient_clipping": 0}
         config["parallel"] |= {"unused_parameters": False, "optimizer_in_backward": in_backward}
-        found.append(check_bytes(fake_rank(fake_world, kind, config)))
-    (at_end, sent_at_end), (inside, sent_inside) = found
+        measurements.append(check_bytes(fake_rank(fake_world, kind, config)))
+    (at_end, sent_at_end), (inside, sent_inside) = measurements
     assert inside["gradients"] < at_end["gradients"]
     assert {**inside, "gradients": 0} == {**at_end, "gradients": 0}
     assert sent_inside == sent_at_end
@@ -51,25 +50,26 @@ def test_updates_in_the_backward(fake_world, kind, world, stage, sequence):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_hidden_sums_send_the_same(fake_world, kind, stage):
+def test_overlapped_sums_send_the_same(fake_world, kind, stage):
     check_bytes(fake_rank(fake_world, kind, settings(4, 2, stage, 1, 2, tensor_overlap=3)))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "gpt_neox"])
 def test_other_families(fake_world, kind):
-    """Gathered outputs, sliced inputs, biases."""
+    """The families differ in gathered outputs, sliced inputs and biases."""
     check_bytes(fake_rank(fake_world, kind, settings(2, 2, 0, 1, 1)))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_traffic_grows_with_activations_only(fake_world, sequence):
-    """MISSION T3: twice the samples, twice the bytes (but for the gradients of replicated norms under sequence parallelism)."""
-    once, twice, longer = (
-        check_bytes(fake_rank(fake_world, "llama", settings(2, 2, 0, 1, 1, sequence), **sizes))[1]
-        for sizes in ({}, {"samples": 4}, {"length": 16})
-    )
-    norms = (
-        2 * 5 * 32 * 4 // 2 if sequence else 0
-    )  # five norms of 32 float32 gradients, all-reduced over 2 ranks
-    for doubled in (twice, longer):
-        assert sum(doubled.values()) - norms == 2 * (sum(once.values()) - norms)
+    """Twice the tokens send twice the bytes."""
+    config = settings(2, 2, 0, 1, 1, sequence)
+    totals = []
+    for sizes in ({}, {"samples": 4}, {"length": 16}):
+        _, sent = check_bytes(fake_rank(fake_world, "llama", config, **sizes))
+        totals.append(sum(sent.values()))
+    # Sequence parallelism all-reduces the gradients of five replicated norms of 32 float32 numbers
+    # over two ranks.
+    norms = 2 * 5 * 32 * 4 // 2 if sequence else 0
+    single, *doubled = [total - norms for total in totals]
+    assert doubled == [2 * single, 2 * single]

@@ -1,4 +1,4 @@
-"""One rank of a fake world: its engine, what it holds and sends, and what its ledger says of it."""
+"""A rank of a fake world: its engine, its measured bytes and its ledger."""
 
 from __future__ import annotations
 
@@ -28,40 +28,45 @@ STATES = ("parameters", "gradients", "optimizer")
 
 
 def world_of(config):
-    """Number of ranks of a configuration that writes its degrees."""
+    """Return the number of ranks of a configuration that sets its degrees."""
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     return prod(config["parallel"].get(axis, 1) for axis in axes)
 
 
 def resolved_of(config):
-    """The configuration for as many ranks as it has."""
+    """Resolve a configuration for the number of ranks that it describes."""
     return resolve(load(config), world_size=world_of(config))
 
 
 def batch(accumulation, *, samples=2, length=8):
-    """One rank's step."""
+    """Return one rank's data of a step."""
     ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def facts_of(model, resolved):
-    """Facts of a complete model, with the split of its tensors."""
-    blocks, tp = find_blocks(model), resolved.layout.tp
+    """Return the facts of a complete model, with the split of its tensors."""
+    blocks = find_blocks(model)
+    tp = resolved.layout.tp
     plan = make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None
     return model_facts(model, blocks, tensor_plan=plan)
 
 
 def account(model, resolved, rank, **fields):
-    """What the techniques' `account` says of a rank, from a complete model; `fields` are those of the ledger."""
-    at, facts = resolved.layout.coordinates(rank), facts_of(model, resolved)
+    """Return the ledger of a rank from a complete model. `fields` are fields of the ledger."""
+    coordinates = resolved.layout.coordinates(rank)
+    facts = facts_of(model, resolved)
     context = resolved.context(model=model, blocks=find_blocks(model))
-    if (pipeline := resolved.pipeline.plan(context)) is not None:
-        facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    own = {
+    pipeline = resolved.pipeline.plan(context)
+    if pipeline is not None:
+        stages = pipeline.schedule.stages_of(coordinates["pp"])
+        facts = facts_of_rank(facts, pipeline.cut, stages)
+
+    defaults = {
         "accumulation": resolved.batch.accumulation,
         "optimizer_states": resolved.optimizer.states,
     }
-    ledger = Ledger.of_rank(resolved.layout, at, **(own | fields))
+    ledger = Ledger.of_rank(resolved.layout, coordinates, **(defaults | fields))
     return account_all(resolved.techniques, ledger, facts)
 
 
@@ -87,9 +92,9 @@ def single_rank(kind, sizes, config, *, rank, length, **options):
     return run_single_rank(model, resolved, rank=rank, samples=1, length=length), ledger
 
 
-def check_states(found, ledger):
+def check_states(single_rank_run, ledger):
     """Compare the states of a rank with its ledger, and return them."""
-    measured = {kind: getattr(found, kind) for kind in STATES}
+    measured = {kind: getattr(single_rank_run, kind) for kind in STATES}
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in STATES}
     return measured
 
@@ -104,50 +109,55 @@ class FakeRank:
 
 
 def fake_rank(start, kind, config, *, rank=0, tied=False, samples=2, length=8):
-    """Start a world and build one rank of it. The side branch of a "frozen" model takes part."""
+    """Start a world and build one of its ranks. A "frozen" model uses its side branch."""
     start(world_of(config), rank)
     model = cases.build(kind, tied=tied, dtype=torch.float32)
     resolved = resolved_of({**config, "train_micro_batch_size_per_gpu": samples})
     ledger = account(model, resolved, rank, tokens=samples * length)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     data = batch(resolved.batch.accumulation, samples=samples, length=length)
-    return FakeRank(engine, ledger, {**data, "side": True} if kind == "frozen" else data)
+    if kind == "frozen":
+        data["side"] = True
+    return FakeRank(engine, ledger, data)
 
 
 def integers(counts):
-    """Bytes by kind of a ledger of one candidate."""
+    """Return the bytes by kind of a ledger with a single candidate."""
     return {kind: int(count[0]) for kind, count in counts.items()}
 
 
 def sent_by(engine, data):
-    """Bytes that a step sends, by collective, without flags and scalars."""
+    """Return the bytes that a step sends, by collective, without flags and scalars."""
     with count_traffic() as traffic:
         engine.train_batch(data)
     return {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
 
 
 def expected_traffic(ledger):
-    """Bytes that a ledger says are sent, by collective."""
+    """Return the predicted bytes on the wire, by collective."""
     return {kind: count for kind, count in integers(ledger.traffic).items() if count}
 
 
 def check_bytes(fake, *, kinds=(), steps=1, slack=0):
-    """Compare what a rank holds and sends with its ledger, and return both.
+    """Compare a rank's memory and traffic with its ledger, and return the measured bytes of both.
 
     Args:
         fake: The rank.
         kinds: Kinds of memory that are compared, by default all.
-        steps: Steps before what is held is compared.
+        steps: Steps before the memory is compared.
         slack: Bytes by which the sum over all messages of a collective may be off.
     """
     for _ in range(steps):
-        held = measure_step(fake.engine, fake.data)
+        measured = measure_step(fake.engine, fake.data)
     memory = integers(fake.ledger.memory)
     if kinds:
-        held, memory = ({kind: table[kind] for kind in kinds} for table in (held, memory))
-    assert held == {kind: memory.get(kind, 0) for kind in held}
-    assert set(memory) <= set(held)
-    sent, expected = sent_by(fake.engine, fake.data), expected_traffic(fake.ledger)
+        measured = {kind: measured[kind] for kind in kinds}
+        memory = {kind: memory[kind] for kind in kinds}
+    assert measured == {kind: memory.get(kind, 0) for kind in measured}
+    assert set(memory) <= set(measured)
+
+    sent = sent_by(fake.engine, fake.data)
+    expected = expected_traffic(fake.ledger)
     assert sent.keys() == expected.keys()
     assert all(abs(sent[kind] - expected[kind]) <= slack for kind in sent), (sent, expected)
-    return held, sent
+    return measured, sent

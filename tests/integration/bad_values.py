@@ -1,7 +1,8 @@
-"""What `bad_values.jsonl` is tried on: a run that could start, and files and folders that are wrong in as many ways.
+"""Files that the command lines of `bad_values.jsonl` use: a run that could start, and wrong files.
 
-A line of the table is [kind, command line, words of the message]; "quick" after them puts it into `make test`. Kinds: "set" are values of
-`--set` for `plait train run.json`, "plan" the rest of a `plait plan` that would succeed, "cmd" whole command lines.
+A line of the table is [kind, command line, text of the message]. A fourth entry "quick" puts it
+into `make test`. The kinds are "set" for values of `--set` of `plait train run.json`, "plan" for
+further arguments of a `plait plan` that would succeed, and "cmd" for complete command lines.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ _PLAN = "plan --model llama-3-8b --gpu h100 --world-size 8"
 
 
 class Case(NamedTuple):
-    """One command line that is refused."""
+    """A command line that is refused."""
 
     arguments: list[str]
-    words: str
+    message: str
     quick: bool
 
 
 def cases():
-    """The table."""
-    found = []
+    """Return the rows of the table."""
+    rows = []
     for line in Path(__file__).with_suffix(".jsonl").read_text(encoding="utf-8").splitlines():
-        kind, text, words, *marks = json.loads(line)
-        given = shlex.split(text)
+        kind, text, message, *marks = json.loads(line)
+        arguments = shlex.split(text)
         if kind == "set":
-            given = ["train", "run.json", *(part for value in given for part in ("--set", value))]
+            settings = [text for value in arguments for text in ("--set", value)]
+            arguments = ["train", "run.json", *settings]
         elif kind == "plan":
-            given = [*_PLAN.split(), *given]
-        found.append(Case(given, words, bool(marks)))
-    return found
+            arguments = [*_PLAN.split(), *arguments]
+        rows.append(Case(arguments, message, bool(marks)))
+    return rows
 
 
 def _model(**changes):
@@ -65,7 +67,7 @@ def _model(**changes):
 
 
 def files():
-    """Name to content."""
+    """Return the content of every file by its name."""
     run = json.dumps(RUN)
     return {
         "run.json": run,
@@ -147,7 +149,7 @@ def files():
 
 
 def write_files(folder):
-    """All of `files`, an empty folder, three models that are none, and a link to itself."""
+    """Write all `files`, an empty folder, three damaged models, and a link to itself."""
     for name, content in files().items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "folder").mkdir()

@@ -1,5 +1,7 @@
-"""Builds, trains and evaluates a model whose states do not fit a budget, and prints what the process held in each phase.
-Run by test_disk_budget.py in a process of its own."""
+"""Builds, trains and evaluates a model, and prints the peak resident memory of each phase.
+
+test_disk_budget.py runs it in a process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from torch import nn
 
 import plait
 
-WIDTH, BLOCKS = 1024, 48
+WIDTH = 1024
+BLOCKS = 48
 
 
 class Block(nn.Module):
@@ -40,16 +43,16 @@ class Model(nn.Module):
 
 
 def resident():
-    """Bytes."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class Watch:
-    """The most bytes that were resident in each phase."""
+    """Thread that records the peak resident bytes of each phase, above those at the start."""
 
     def __init__(self):
         self.baseline = resident()
-        self.most: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
         self._phase = ""
         self._running = True
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -57,8 +60,8 @@ class Watch:
 
     def _watch(self):
         while self._running:
-            phase, now = self._phase, resident() - self.baseline
-            self.most[phase] = max(self.most.get(phase, 0), now)
+            phase = self._phase
+            self.peaks[phase] = max(self.peaks.get(phase, 0), resident() - self.baseline)
             time.sleep(0.002)
 
     def begin(self, phase):
@@ -67,35 +70,34 @@ class Watch:
     def end(self):
         self._running = False
         self._thread.join()
-        return {phase: most for phase, most in self.most.items() if phase}
+        return {phase: peak for phase, peak in self.peaks.items() if phase}
 
 
+# Buffers of 12 MB for states, and of one block for parameters.
+STATES = {"offload_optimizer": {"device": "nvme", "buffer_size": 3_000_000}}
+PARAMETERS = {"offload_param": {"device": "nvme", "buffer_size": 1_100_000}}
 OFFLOADS: dict[str, dict[str, Any]] = {
     "memory": {},
-    "states": {"offload_optimizer": {"device": "nvme", "buffer_size": 3_000_000}},
-    "parameters": {"offload_param": {"device": "nvme", "buffer_size": 1_100_000}},
-    "everything": {
-        "offload_optimizer": {"device": "nvme", "buffer_size": 3_000_000},
-        "offload_param": {"device": "nvme", "buffer_size": 1_100_000},
-    },
+    "states": STATES,
+    "parameters": PARAMETERS,
+    "everything": {**STATES, **PARAMETERS},
 }
-"""Files of the states in pieces of 12 MB, of the parameters with a pool for five blocks."""
 
 
-def run(folder, where, *, width, blocks, watch=None):
-    """Build, train and evaluate, and what that gave."""
+def run(folder, placement, *, width, blocks, watch=None):
+    """Build, train and evaluate, and return memory, sizes and losses."""
     generator = torch.Generator().manual_seed(0)
     batch = (torch.randn(4, width, generator=generator), torch.randn(4, width, generator=generator))
     begin = watch.begin if watch is not None else lambda phase: None
     with torch.device("meta"):
         model = Model(width, blocks)
+    zero: dict[str, Any] = {"stage": 3}
+    for name, section in OFFLOADS[placement].items():
+        zero[name] = {**section, "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            **{name: {**section, "nvme_path": folder} for name, section in OFFLOADS[where].items()},
-        },
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "communication_data_type": "fp32",
     }
@@ -111,21 +113,22 @@ def run(folder, where, *, width, blocks, watch=None):
         begin("evaluation")
         losses.append(engine.eval_batch(batch)[0])
     parameters = 4 * sum(p.numel() for p in engine.model.parameters())
-    found = {
+    result = {
         "resident": watch.end() if watch else {},
         "parameters": parameters,
         "states": 4 * parameters,
         "losses": losses,
     }
     engine.close()
-    return found
+    return result
 
 
-def main(folder, where):
+def main(folder, placement):
     """Print one JSON object."""
     torch.set_num_threads(1)
-    run(folder, where, width=8, blocks=2)  # what is imported on first use belongs to the baseline
-    print(json.dumps(run(folder, where, width=WIDTH, blocks=BLOCKS, watch=Watch())))
+    # A small run imports everything, so that modules are part of the baseline.
+    run(folder, placement, width=8, blocks=2)
+    print(json.dumps(run(folder, placement, width=WIDTH, blocks=BLOCKS, watch=Watch())))
 
 
 if __name__ == "__main__":

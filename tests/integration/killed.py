@@ -1,7 +1,8 @@
-"""`plait train` on two processes, ended by SIGKILL again and again until it is done. Run by test_killed.py in a process of its own.
+"""`plait train` on two processes, killed repeatedly until the run is complete.
 
-The processes are forks of one that has torch in memory, with the variables that a launcher sets. A death is a place (a function, and
-which call of it ends the process before it begins) or a time; the other process is killed when one is gone, as launchers do.
+test_killed.py runs it in a process. The ranks are forks of that process, which has torch in memory,
+with the variables that a launcher sets. A rank is killed at the start of a given call of a
+function, or at a random time. The other rank is killed then, as launchers do.
 """
 
 from __future__ import annotations
@@ -22,37 +23,38 @@ import torch
 from plait.cli.main import main
 
 PLACES = (
-    ("plait.parallel.offload.arena.Arena.evict", 150),  # a backward or a step over the files
+    ("plait.parallel.offload.arena.Arena.evict", 150),  # in a backward or in an update
     ("plait.parallel.offload.arena.Arena.fetch", 250),
-    ("plait.optim.disk_optimizer.DiskTier._store_states", 20),  # between two chunks of a step
+    ("plait.optim.disk_optimizer.DiskTier._store_states", 20),  # between two chunks of an update
     ("plait.checkpoint.save.write_shards", 1),
     ("plait.checkpoint.save.write_shards", 2),
-    ("plait.checkpoint.save.write_text", 1),  # tensors are written, the list of them is not
+    ("plait.checkpoint.save.write_text", 1),  # after tensors and before their list
     ("plait.checkpoint.commit.publish", 1),
-    ("plait.checkpoint.commit.replace_text", 1),  # renamed, not named
+    ("plait.checkpoint.commit.replace_text", 1),  # after the rename and before LATEST
     ("plait.train.loop.remove_old", 2),
 )
+"""Functions, and the call of each that kills a rank."""
 FIRST_ONLY = {name for name, _ in PLACES[-3:]}
-"""What only rank 0 calls."""
+"""Functions that only rank 0 calls."""
 SECONDS = 120
 
 
-def dying(function, count):
-    """`function`, whose call number `count` kills this process."""
-    left = count
+def kill_at(function, count):
+    """Return `function` with a counter whose call number `count` kills this process."""
+    remaining = count
 
     def counted(*args, **kwargs):
-        nonlocal left
-        left -= 1
-        if not left:
+        nonlocal remaining
+        remaining -= 1
+        if not remaining:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)
 
     return counted
 
 
-def rank(index, port, arguments, place):
-    """One process of the run: a fork. Returns its id."""
+def fork_rank(index, port, arguments, place):
+    """Fork one rank of the run, and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -62,12 +64,13 @@ def rank(index, port, arguments, place):
             "LOCAL_RANK": str(index),
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if place is not None:
             path, name = place[0].rsplit(".", 1)
             owner = owner_of(path)
-            setattr(owner, name, dying(getattr(owner, name), place[1]))
+            setattr(owner, name, kill_at(getattr(owner, name), place[1]))
         main(["train", *arguments])
     except SystemExit as end:
         os._exit(int(end.code or 0))
@@ -77,7 +80,7 @@ def rank(index, port, arguments, place):
 
 
 def owner_of(path):
-    """A module, or a class or module inside of one."""
+    """Return a module, or a class in a module."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -86,58 +89,69 @@ def owner_of(path):
 
 
 def attempt(arguments, metrics, *, place=None, victim=0, seconds=SECONDS):
-    """Whether the run ended well. `seconds` after it first wrote to `metrics` both processes are killed."""
+    """Run both ranks, and return whether they ended well.
+
+    Args:
+        arguments: Arguments of `plait train`.
+        metrics: File of metrics of the run.
+        place: Function and call that kill the rank `victim`.
+        victim: A rank.
+        seconds: Time after the first write to `metrics` after which both ranks are killed.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    before, began = written(metrics), 0.0
-    waiting = {
-        rank(index, port, arguments, place if index == victim else None): index
-        for index in range(2)
-    }
+    before = modified(metrics)
+    began = 0.0
+    ranks = {}
+    for index in range(2):
+        pid = fork_rank(index, port, arguments, place if index == victim else None)
+        ranks[pid] = index
     statuses = [0, 0]
-    while waiting:
+    while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            statuses[waiting.pop(pid)] = status
-        if not began and written(metrics) != before:
+            statuses[ranks.pop(pid)] = status
+        if not began and modified(metrics) != before:
             began = time.monotonic()
-        if waiting and (any(statuses) or (began and time.monotonic() > began + seconds)):
-            for other in waiting:
+        if ranks and (any(statuses) or (began and time.monotonic() > began + seconds)):
+            for other in ranks:
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.005)
-    assert signal.SIGKILL in statuses or not any(statuses), (
-        statuses
-    )  # who lost its peer may end with an error of its own
+    # A rank that lost its peer may end with an error before it is killed.
+    assert signal.SIGKILL in statuses or not any(statuses), statuses
     return not any(statuses)
 
 
-def written(metrics):
-    """Changes when the file does."""
+def modified(metrics):
+    """Return a number that changes when the file does."""
     return metrics.stat().st_mtime_ns if metrics.exists() else 0
 
 
 def run(places, kills, folder, arguments):
-    """Deaths at the first `places`, then at `kills` random times, and the run to its end. Returns those that came before its end."""
-    chance, arguments, metrics = (
-        random.Random(kills),
-        [*arguments, "--set", f"run.folder={folder}"],
-        Path(folder) / "metrics.jsonl",
-    )
-    planned: list[tuple[str, dict[str, Any]]] = [
-        (f"{place[0]} {place[1]}", {"place": place, "victim": 0 if place[0] in FIRST_ONLY else 1})
-        for place in PLACES[:places]
-    ]
+    """Kill a run at the first `places` and at `kills` random times, and complete it.
+
+    Returns:
+        The names of the kills that came before the end of the run.
+    """
+    generator = random.Random(kills)
+    arguments = [*arguments, "--set", f"run.folder={folder}"]
+    metrics = Path(folder) / "metrics.jsonl"
+    planned: list[tuple[str, dict[str, Any]]] = []
+    for place in PLACES[:places]:
+        victim = 0 if place[0] in FIRST_ONLY else 1
+        planned.append((f"{place[0]} {place[1]}", {"place": place, "victim": victim}))
     for _ in range(kills):
-        seconds = chance.uniform(0.05, 2.0)
+        seconds = generator.uniform(0.05, 2.0)
         planned.append((f"{seconds:.2f} s", {"seconds": seconds}))
-    deaths = []
-    for name, death in planned:
-        if not attempt(arguments, metrics, **death):
-            deaths.append(name)
+
+    completed_kills = []
+    for name, options in planned:
+        if not attempt(arguments, metrics, **options):
+            completed_kills.append(name)
             print(f"killed: {name}", file=sys.stderr, flush=True)
     assert attempt(arguments, metrics)
-    return deaths
+    return completed_kills
 
 
 if __name__ == "__main__":

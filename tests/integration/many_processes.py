@@ -1,9 +1,12 @@
-"""Many tiny ranks on one machine: `python -m tests.integration.many_processes FOLDER` does a training step and a checkpoint with 64.
+"""A training step and a checkpoint of 64 ranks on one machine.
 
-Torch and Plait are imported once and the ranks are forked, which keeps them cheap in memory and in time. A fork is safe only as long as
-this process has run no backward (autograd's threads do not survive it), hence a program of its own, used by `test_many_processes.py`. Each
-rank meets the others at a TCP store, makes every group of a layout that uses four axes, trains one step, writes its part of a
-checkpoint, says what it found in `FOLDER/rank-<n>.json`, and leaves.
+    python -m tests.integration.many_processes FOLDER
+
+test_many_processes.py runs it. Torch and Plait are imported once and the ranks are forked, which
+saves memory and time. A process may fork only before its first backward, because the threads of
+autograd do not survive a fork. Each rank joins a TCP store, creates every group of a layout with
+four mesh dimensions, trains one step, writes its shards of a checkpoint, reports its results in
+`FOLDER/rank-<n>.json`, and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 import torch
 
 import plait
-import plait.engine.build  # all of Plait before the forks: `plait` alone imports the engine when it is first asked for
+import plait.engine.build  # before the forks, because `plait` imports the engine at its first use
 from plait.cluster.process_groups import end_process
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
@@ -28,15 +31,15 @@ from tests.parity import cases
 DEGREES = {"pp": 2, "dp_replicate": 4, "dp_shard": 4, "tp": 2}
 RANKS = 64
 SLICES = 16
-"""Data-parallel slices of the batch."""
+"""Number of data-parallel ranks."""
 ACCUMULATION = 2
 CLIPPING = 0.5
 SECONDS = 240
-"""Ranks that are not done by then are killed."""
+"""Time after which ranks are killed."""
 
 
 def configuration(**parallel):
-    """The configuration file, with the sections of `parallel` given."""
+    """Return the configuration with the given degrees."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -48,53 +51,54 @@ def configuration(**parallel):
 
 
 def build():
-    """A Llama of some twenty thousand parameters, float64, on the CPU; the same in every process."""
+    """Build a float64 Llama of twenty thousand parameters, which is the same in every process."""
     return cases.build("llama", tied=False, device="cpu")
 
 
 def batches():
-    """The micro-batches of the step over all slices: lengths and numbers of targets differ, one has no target."""
+    """Return the micro-batches of the step over all ranks, which differ in length and targets."""
     return cases.ragged_steps(SLICES * ACCUMULATION, steps=1)[0]
 
 
 def work(model, folder):
-    """The life of one rank, from the rendezvous to the end of its process group."""
+    """Run one rank from the rendezvous to the end of its process group."""
     if os.environ["RANK"] != "0":
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.zero_()  # the weights have to come from rank 0
+                parameter.zero_()  # rank 0 has to broadcast its weights
     with keeping_float64(model):
         engine = plait.initialize(model, configuration(**DEGREES), loss_fn=plait.causal_lm_loss)
         start = engine.mesh.dp_index * ACCUMULATION
         result = engine.train_batch(batches()[start : start + ACCUMULATION])
     engine.save_checkpoint(folder / "checkpoints", client_state={"ranks": RANKS})
-    found = {
+    report = {
         "loss": float(result.loss),
         "norm": float(result.grad_norm),
         "steps": engine.global_steps,
         **engine.mesh.coordinates,
     }
     engine.close()
-    return {**found, "bytes": own_bytes()}
+    return {**report, "bytes": memory_bytes()}
 
 
-def own_bytes():
-    """This process's share of memory: pages of its own, and its part of those it shares. 0 where the kernel does not tell."""
+def memory_bytes():
+    """Return the private memory of this process and its part of shared pages, or 0 if unknown."""
     rollup = Path("/proc/self/smaps_rollup")
     lines = rollup.read_text().splitlines() if rollup.exists() else []
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def rank(index, port, model, folder):
+def run_rank(index, port, model, folder):
     """Runs in a forked process and never returns."""
-    place = {
+    variables = {
         "RANK": index,
         "LOCAL_RANK": index,
         "WORLD_SIZE": RANKS,
         "LOCAL_WORLD_SIZE": RANKS,
         "MASTER_PORT": port,
     }
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     code = 1
     try:
         (folder / f"rank-{index}.json").write_text(json.dumps(work(model, folder)))
@@ -105,7 +109,7 @@ def rank(index, port, model, folder):
 
 
 def main(folder):
-    """Fork the ranks and wait for them. 0 when all of them ended with 0."""
+    """Fork the ranks and wait for them. Return 0 if all of them ended with 0."""
     began = time.monotonic()
     torch.set_num_threads(1)
     model = build()
@@ -116,7 +120,7 @@ def main(folder):
     for index in range(RANKS):
         pid = os.fork()
         if pid == 0:
-            rank(index, port, model, folder)
+            run_rank(index, port, model, folder)
         running[pid] = index
     codes: dict[int, int] = {}
     while running:
@@ -131,11 +135,9 @@ def main(folder):
             time.sleep(0.05)
     failed = {index: code for index, code in sorted(codes.items()) if code}
     if failed:
-        own = {index: code for index, code in failed.items() if code != -signal.SIGKILL}
-        print(
-            f"{len(failed)} ranks failed; exit codes of those that were not killed, by rank: {own}",
-            file=sys.stderr,
-        )
+        codes = {index: code for index, code in failed.items() if code != -signal.SIGKILL}
+        message = "ranks failed; exit codes of those that were not killed, by rank"
+        print(f"{len(failed)} {message}: {codes}", file=sys.stderr)
         return 1
     used = sum(json.loads(path.read_text())["bytes"] for path in folder.glob("rank-*.json"))
     print(f"{RANKS} processes, {time.monotonic() - began:.1f} s, {used / 2**30:.2f} GiB")

@@ -6,39 +6,45 @@ import pytest
 import torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "generation.md").read_text(encoding="utf-8")
-"""The page that the commands of its tests are on, and the text that the tokenizer is made from."""
+"""Page with the commands that the tests run. The tokenizer is trained on its text."""
 
 
 def model_folder(path):
-    """Random weights; the vocabulary has all bytes."""
+    """Write a model with random weights. Its vocabulary includes all bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer, words.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words.train_from_iterator(
-        [PAGE],
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    bpe.train_from_iterator([PAGE], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(path)
+
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=1, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        max_position_embeddings=256,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
-def adapter_of(folder, made):
-    """LoRA on all linear layers, with a large part of every one."""
+def adapter_of(folder, target):
+    """Write a LoRA adapter on all linear layers whose effect is large, and return its folder."""
     from transformers import AutoModelForCausalLM
 
     peft = pytest.importorskip("peft")
@@ -48,5 +54,5 @@ def adapter_of(folder, made):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
-    model.save_pretrained(made)
-    return made
+    model.save_pretrained(target)
+    return target

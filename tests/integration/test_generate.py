@@ -1,4 +1,4 @@
-"""`plait generate`: one prompt, a file of them, a chat, within a budget; and docs/how-to/generation.md."""
+"""`plait generate`: prompts, chats, budgets, adapters, errors, and docs/how-to/generation.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,315 +19,246 @@ import torch
 from safetensors.torch import save_file
 
 import plait
-from plait.cli.main import main
 from plait.inference.source import open_source
 from plait.inference.weight_files import stored_tensors
-from tests.integration.model_folder import PAGE, adapter_of, model_folder
+from tests.integration.commands import run_plait
+from tests.integration.json_lines import read_rows, write_rows
+from tests.integration.model_folder import PAGE, adapter_of
+from tests.integration.tiny import llama
+from tests.table import check_each, check_rows
 
-LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A Llama of random weights with a tokenizer, as Transformers saves it."""
-    return model_folder(tmp_path_factory.mktemp("llama"))
-
-
-def run(*arguments, code=0):
-    try:
-        main(["generate", *arguments])
-    except SystemExit as end:
-        assert (end.code or 0) == code
+PROMPTS = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
+GREEDY = "--temperature 0 --max-new-tokens 6"
 
 
-def answers(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_a_file_of_prompts_and_one_within_a_budget(folder, tmp_path, capsys):
+def test_file_of_prompts_with_and_without_a_budget(llama_folder, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-    common = [
-        "--model",
-        str(folder),
-        "--prompts",
-        str(prompts),
-        *["--temperature", "0", "--max-new-tokens", "6"],
-    ]
-    run(*common, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "2")
+    prompts = write_rows(tmp_path / "prompts.jsonl", PROMPTS)
+    common = f"generate --model {llama_folder} --prompts {prompts} {GREEDY} --out {tmp_path}"
+    run_plait(f"{common}/resident.jsonl --batch-size 2")
     assert "it fits on one device" in capsys.readouterr().err
-    run(*common, "--out", str(tmp_path / "two.jsonl"), "--cpu-budget", "250KiB")
+    run_plait(f"{common}/streamed.jsonl --cpu-budget 250KiB")
     assert re.search(r"[3456] layers \(.*\) are read for every token", capsys.readouterr().err)
-    found = answers(tmp_path / "one.jsonl")
-    assert found == answers(tmp_path / "two.jsonl")
-    assert found[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"} and found[
-        1
-    ].keys() == {"text", "token_ids", "finish_reason"}
-    expected = LlamaForCausalLM.from_pretrained(folder).generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0
-    )
-    assert found[1]["token_ids"] == expected[0, 3:].tolist()
-    run(*common, "--out", str(tmp_path / "two.jsonl"), code=2)
-    assert (
-        "exists; pass another name" in capsys.readouterr().err
-        and answers(tmp_path / "two.jsonl") == found
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "one.jsonl",
-        "prompts.jsonl",
-        "two.jsonl",
-    ]
+
+    answers = read_rows(tmp_path / "resident.jsonl")
+    assert answers == read_rows(tmp_path / "streamed.jsonl")
+    assert answers[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"}
+    assert answers[1].keys() == {"text", "token_ids", "finish_reason"}
+    model = LlamaForCausalLM.from_pretrained(llama_folder)
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert answers[1]["token_ids"] == expected[0, 3:].tolist()
+
+    run_plait(f"{common}/streamed.jsonl", code=2)
+    assert "exists; pass another name" in capsys.readouterr().err
+    assert read_rows(tmp_path / "streamed.jsonl") == answers
+    assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl", "resident.jsonl", "streamed.jsonl"]
 
 
-def test_one_prompt_and_a_chat(folder, capsys, monkeypatch):
-    common = [
-        "--model",
-        str(folder),
-        *["--max-new-tokens", "8", "--seed", "3", "--temperature", "0.9"],
-    ]
-    run(*common, "--prompt", "def read")
-    told = capsys.readouterr().out
-    assert len(told) > 1
-    monkeypatch.setattr("sys.stdin", io.StringIO("def read\n\n"))
-    run(*common)
-    assert capsys.readouterr().out == told
+def test_prompt_and_chat_get_the_same_answer(llama_folder, capsys, monkeypatch):
+    common = f"generate --model {llama_folder} --max-new-tokens 8 --seed 3 --temperature 0.9"
+    run_plait(common, "--prompt", "def read")
+    answer = capsys.readouterr().out
+    assert len(answer) > 1
+
+    # An overlong line is refused, and the chat continues.
+    monkeypatch.setattr("sys.stdin", io.StringIO("a b " * 250_000 + "\ndef read\n\n"))
+    run_plait(common)
+    output = capsys.readouterr()
+    assert output.out == answer
+    message = r"the line of 999,999 characters: .* may have [\d,]+ tokens .* end at [\d,]+"
+    assert re.search(message, output.err)
 
 
-def test_a_chat_takes_bytes_that_are_no_text(folder, monkeypatch, capsys):
-    """The chat answers and ends at the end of its input."""
+def test_chat_accepts_bytes_that_are_not_text(llama_folder, monkeypatch, capsys):
+    """The chat answers, and ends at the end of its input."""
     for errors in ("strict", "surrogateescape"):
         typed = io.TextIOWrapper(io.BytesIO(b"hi\xff\n\n"), encoding="utf-8", errors=errors)
         monkeypatch.setattr("sys.stdin", typed)
-        run("--model", str(folder), "--max-new-tokens", "2")
+        run_plait(f"generate --model {llama_folder} --max-new-tokens 2")
         assert capsys.readouterr().out.strip()
 
 
-def test_a_chat_goes_on_after_a_line_that_is_too_long(folder, monkeypatch, capsys):
-    arguments = ["--model", str(folder), "--max-new-tokens", "8", "--seed", "3"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("def read\n\n"))
-    run(*arguments)
-    answer = capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", io.StringIO("a b " * 250_000 + "\ndef read\n\n"))
-    run(*arguments)
-    output = capsys.readouterr()
-    assert output.out == answer
-    assert re.search(
-        r"the line of 999,999 characters: .* may have [\d,]+ tokens .* end at [\d,]+", output.err
-    )
+LONG_NAME = "x" * 300
+WRONG_ARGUMENTS = {
+    "--prompt a --cpu-budget 9KiB": "budget of 9.0 KiB is too small: .* pass at least",
+    "--prompt a --cpu-budget lots": "--cpu-budget lots: pass a size such as 2GiB",
+    "--prompt a --cpu-budget 1MiB --tp 2": "--tp = 2: chooses a layout of several devices, and a",
+    "--prompt a --tp 3": "--tp 3: must divide the model's 4 attention heads",
+    "--prompt a --tp x": "--tp x: pass a number of devices, or auto",
+    "--prompt a --pp \u00b2": "--pp \u00b2: pass a number of devices, or auto",
+    f"--prompt a --tp {'9' * 5000}": "9: pass a number of devices, or auto",
+    "--prompt a --top-p 7": "top_p = 7.0 must be above 0",
+    "--prompt a --max-new-tokens 400": "the model's positions end at 256",
+    "--prompt a --prompts b --out c": "pass only one of them",
+    "--out c": "belong together",
+    f"--prompts {__file__} --out {LONG_NAME}": "'x{100}': File name too long; pass another path",
+    f"--prompt a --adapter {LONG_NAME}": "'x{100}': File name too long; pass another path",
+    f"--prompts {__file__} --out no/c": "--out no/c: no is not a folder; create it first",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--prompt", "a", "--cpu-budget", "9KiB"],
-            "--cpu-budget|budget of 9.0 KiB is too small: .* pass at least",
-        ),
-        (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: pass a size such as 2GiB"),
-        (
-            ["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"],
-            "--tp = 2: chooses a layout of several devices, and a budget",
-        ),
-        (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
-        (["--prompt", "a", "--tp", "x"], "--tp x: pass a number of devices, or auto"),
-        (["--prompt", "a", "--pp", "\u00b2"], "--pp \u00b2: pass a number of devices, or auto"),
-        (["--prompt", "a", "--tp", "9" * 5000], "9: pass a number of devices, or auto"),
-        (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),
-        (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
-        (["--prompt", "a", "--prompts", "b", "--out", "c"], "pass only one of them"),
-        (["--out", "c"], "belong together"),
-        (
-            ["--prompts", __file__, "--out", "x" * 300],
-            "'x{100}': File name too long; pass another path",
-        ),
-        (
-            ["--prompt", "a", "--adapter", "x" * 300],
-            "'x{100}': File name too long; pass another path",
-        ),
-        (
-            ["--prompts", __file__, "--out", "no/c"],
-            "--out no/c: no is not a folder; create it first",
-        ),
-    ],
-)
-def test_a_wrong_input(arguments, words, folder, capsys):
-    run("--model", str(folder), *arguments, code=2)
-    assert re.search(words, capsys.readouterr().err)
+def test_wrong_arguments_are_refused(llama_folder, capsys):
+    def check(arguments, message):
+        run_plait(f"generate --model {llama_folder} {arguments}", code=2)
+        assert re.search(message, capsys.readouterr().err)
+
+    check_each(WRONG_ARGUMENTS.items(), check)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "line 2: is not JSON"),
-        ('{"prompt": "a", "id": NaN}', "line 2: is not JSON: NaN is not a JSON number; write null"),
-        ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
-        ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
-        ('{"prompt": "a", "id": 1, "id": 2}', "line 2: has id twice; leave one of them out"),
-        ('{"prompt": "a", "of": {"x": 1, "x": 2}}', "line 2: has x twice"),
-        ('{"token_ids": []}', "token_ids must be a list of token ids"),
-        ('{"token_ids": [true]}', "must be a list of token ids"),
-        ('{"messages": ["x"]}', "messages must be a list of objects with role and content"),
-        (
-            '{"messages": [{"role": "user", "contents": "x"}]}',
-            "messages must be a list of objects with role and content",
-        ),
-        ('{"prompt": "a\\ud800"}', "line 2: holds '\\ud800', half of a character"),
-        ('{"prompt": "a", "name": "\\udfff"}', "line 2: holds '\\udfff', half of a character"),
-        ("[" * 100_000, "line 2: is nested too deeply"),
-    ],
-)
-def test_a_wrong_line(line, words, folder, tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
-    run(
-        "--model",
-        str(folder),
-        "--prompts",
-        str(tmp_path / "prompts.jsonl"),
-        "--out",
-        str(tmp_path / "out.jsonl"),
-        code=2,
-    )
-    assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
+WRONG_LINES = {
+    "{": "line 2: is not JSON",
+    '{"prompt": "a", "id": NaN}': "line 2: is not JSON: NaN is not a JSON number; write null",
+    "[]": "line 2: needs exactly one of prompt, token_ids, messages",
+    '{"prompt": "a", "token_ids": [1]}': "needs exactly one",
+    '{"prompt": "a", "id": 1, "id": 2}': "line 2: has id twice; leave one of them out",
+    '{"prompt": "a", "of": {"x": 1, "x": 2}}': "line 2: has x twice",
+    '{"token_ids": []}': "token_ids must be a list of token ids",
+    '{"token_ids": [true]}': "must be a list of token ids",
+    '{"messages": ["x"]}': "messages must be a list of objects with role and content",
+    '{"messages": [{"role": "user", "contents": "x"}]}': "objects with role and content",
+    '{"prompt": "a\\ud800"}': "line 2: holds '\\ud800', half of a character",
+    '{"prompt": "a", "name": "\\udfff"}': "line 2: holds '\\udfff', half of a character",
+    "[" * 100_000: "line 2: is nested too deeply",
+}
 
 
-def test_line_separators_in_a_text_end_no_line(folder, tmp_path):
-    """U+2028, U+0085 and form feeds may stand in a JSON text; --out writes them as they are."""
+def test_wrong_lines_are_refused(llama_folder, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
+
+    def check(line, message):
+        prompts.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+        run_plait(f"generate --model {llama_folder} --prompts {prompts} --out {out}", code=2)
+        assert message in capsys.readouterr().err and not out.exists()
+
+    check_each(WRONG_LINES.items(), check)
+
+
+def test_unicode_line_separators_end_no_line(llama_folder, tmp_path):
+    """U+2028, U+0085 and vertical tabs may be in a JSON text, and are written unchanged."""
     texts = ["a\u2028b", "a\u0085b", "a\x0bb"]
-    given, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    given.write_text(
-        "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts),
-        encoding="utf-8",
-    )
-    run(
-        "--model",
-        str(folder),
-        "--prompts",
-        str(given),
-        "--out",
-        str(out),
-        "--max-new-tokens",
-        "2",
-        code=0,
-    )
-    assert [
-        json.loads(line)["prompt"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]
-    ] == texts
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts]
+    prompts.write_text("".join(lines), encoding="utf-8")
+    arguments = f"--prompts {prompts} --out {out} --max-new-tokens 2"
+    run_plait(f"generate --model {llama_folder} {arguments}")
+    answers = out.read_text(encoding="utf-8").split("\n")[:-1]
+    assert [json.loads(line)["prompt"] for line in answers] == texts
 
 
-def test_a_folder_that_is_none(tmp_path, folder, capsys):
-    run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
+def test_folder_without_a_model_is_refused(llama_folder, tmp_path, capsys):
+    run_plait(f"generate --model {tmp_path}/no --prompt a", code=2)
     assert "is not a folder" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    run("--model", str(tmp_path), "--prompt", "a", code=4)
-    assert (
-        "neither model.safetensors.index.json nor model.safetensors is there"
-        in capsys.readouterr().err
-    )
+    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
+    run_plait(f"generate --model {tmp_path} --prompt a", code=4)
+    message = "neither model.safetensors.index.json nor model.safetensors is there"
+    assert message in capsys.readouterr().err
 
 
-def _cut(path):
-    path.write_bytes(path.read_bytes()[:-1000])
+def with_text_for_a_number(content):
+    return json.dumps({**json.loads(content), "num_attention_heads": "four"}).encode()
 
 
-def _miscounted(path):
-    fields = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**fields, "num_attention_heads": "four"}))
-
-
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a shard that is cut off": (
-        lambda path: _cut(path / "model.safetensors"),
+DAMAGES = {
+    # file, exit code, message, function from the old content to the new one
+    "truncated shard": (
+        "model.safetensors",
+        4,
         "model.safetensors is not a readable safetensors file",
+        lambda content: content[:-1000],
     ),
-    "a shard of other bytes": (
-        lambda path: (path / "model.safetensors").write_bytes(b"\xa5" * 5000),
+    "shard of other bytes": (
+        "model.safetensors",
+        4,
         "model.safetensors is not a readable safetensors file",
+        lambda _: b"\xa5" * 5000,
     ),
-    "an index that is no JSON": (
-        lambda path: (path / "model.safetensors.index.json").write_text("{"),
+    "index that is not JSON": (
+        "model.safetensors.index.json",
+        4,
         "model.safetensors.index.json is not a safetensors index",
+        lambda _: b"{",
     ),
-    "an index without names": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+    "index without names": (
+        "model.safetensors.index.json",
+        4,
         "weight_map does not map tensor names to files",
+        lambda _: b'{"weight_map": []}',
     ),
-    "an index of other files": (
-        lambda path: (
-            (path / "model.safetensors")
-            .rename(path / "model.safetensors.index.json")
-            .write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}')
-        ),
+    "index of missing files": (
+        "model.safetensors.index.json",
+        4,
         "lists files that do not exist: model-9.safetensors",
+        lambda _: b'{"weight_map": {"lm_head.weight": "model-9.safetensors"}}',
     ),
-    "a tokenizer": (
-        lambda path: (path / "tokenizer.json").write_text("{}"),
-        "its tokenizer cannot be loaded",
-    ),
+    "tokenizer": ("tokenizer.json", 2, "its tokenizer cannot be loaded", lambda _: b"{}"),
     "generation settings": (
-        lambda path: (path / "generation_config.json").write_text("{"),
-        "generation settings of generation_config.json, or of config.json if it is missing, cannot be read",
+        "generation_config.json",
+        2,
+        "generation settings of generation_config.json, or of config.json if it is missing, cannot",
+        lambda _: b"{",
     ),
-    "a configuration": (
-        _miscounted,
+    "configuration": (
+        "config.json",
+        2,
         "Transformers cannot build it: TypeError: Field 'num_attention_heads' expected int",
+        with_text_for_a_number,
     ),
 }
 
 
-@pytest.mark.parametrize("what", list(BROKEN))
-def test_a_broken_folder(what, folder, tmp_path, capsys):
-    """A message, and no traceback, with and without a budget."""
-    broken = shutil.copytree(folder, tmp_path / "model")
-    change, words = BROKEN[what]
-    change(broken)
-    for more in ([], ["--cpu-budget", "300KiB"]):
-        run(
-            "--model",
-            str(broken),
-            *["--prompt", "a", "--max-new-tokens", "2"],
-            *more,
-            code=4 if "index" in what or "shard" in what else 2,
-        )
-        assert words in capsys.readouterr().err, more
+def test_damaged_folders_are_refused(llama_folder, tmp_path, capsys):
+    def check(damage):
+        name, code, message, change = damage
+        folder = shutil.copytree(llama_folder, tmp_path / "model")
+        file = folder / name
+        file.write_bytes(change(file.read_bytes() if file.exists() else b""))
+        if name == "model.safetensors.index.json":  # Transformers prefers a single file
+            (folder / "model.safetensors").unlink()
+        try:
+            for budget in ("", "--cpu-budget 300KiB"):
+                arguments = f"--prompt a --max-new-tokens 2 {budget}"
+                run_plait(f"generate --model {folder} {arguments}", code=code)
+                assert message in capsys.readouterr().err, budget
+        finally:
+            shutil.rmtree(folder)
+
+    check_rows(DAMAGES, check)
 
 
-def test_an_index_of_wrong_files(folder, tmp_path, capsys):
-    broken = shutil.copytree(folder, tmp_path / "model")
-    names = stored_tensors(broken / "model.safetensors")
-    (broken / "model.safetensors").rename(broken / "first.safetensors")
-    save_file({"model.norm.weight": torch.ones(32)}, broken / "second.safetensors")
-    table = dict.fromkeys(names, "first.safetensors") | {"lm_head.weight": "second.safetensors"}
-    (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-    run("--model", str(broken), "--prompt", "a", code=4)
-    assert (
-        "second.safetensors is not a readable safetensors file (File does not contain tensor lm_head.weight"
-        in capsys.readouterr().err
-    )
+def test_index_of_wrong_files_is_refused(llama_folder, tmp_path, capsys):
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    names = stored_tensors(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    save_file({"model.norm.weight": torch.ones(32)}, folder / "second.safetensors")
+    files = dict.fromkeys(names, "first.safetensors") | {"lm_head.weight": "second.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    run_plait(f"generate --model {folder} --prompt a", code=4)
+    message = "second.safetensors is not a readable safetensors file (File does not contain tensor"
+    assert f"{message} lm_head.weight" in capsys.readouterr().err
 
 
-def test_the_page(folder, tmp_path, capsys, monkeypatch):
+def test_code_of_the_page_runs(llama_folder, tmp_path, capsys, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, scores, hand_over, to_files, _ = re.findall(
-        r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
-    )
-    engine = plait.initialize(
-        AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1}
-    )
-    exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    generation, scores, hand_over, to_files, _ = blocks
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1})
+    exec(generation, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(llama_folder)})
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
     exec(scores, {"engine": engine})
     assert float(capsys.readouterr().out) < 1e-5
-    names = {
-        "plait": plait,
-        "engine": engine,
-        "model": AutoModelForCausalLM.from_pretrained(folder),
-    }
+
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    names = {"plait": plait, "engine": engine, "model": model}
     exec(hand_over, names)
     assert capsys.readouterr().out == "1\n"
     names["generator"].close()
+
     monkeypatch.chdir(tmp_path)
     exec(to_files, {"plait": plait, "engine": engine, "safetensors": safetensors})
     saved = safetensors.torch.load_file(tmp_path / "weights-00000.safetensors")
@@ -337,53 +266,43 @@ def test_the_page(folder, tmp_path, capsys, monkeypatch):
     engine.close()
 
 
-def test_an_adapter(folder, tmp_path, capsys):
-    """On one device, on two with tp, streamed, and by its own folder; the base alone says something else."""
-    adapter = str(adapter_of(folder, tmp_path / "adapter"))
-    said = {}
+def test_adapter(llama_folder, tmp_path, capsys):
+    """Layouts, streaming and the adapter's own folder agree, and the base model alone differs."""
+    adapter = adapter_of(llama_folder, tmp_path / "adapter")
+    prompts = write_rows(tmp_path / "prompts.jsonl", PROMPTS)
+    with_base = f"--model {llama_folder} --adapter {adapter}"
+    answers = {}
     for name, options in {
-        "base": ["--model", str(folder)],
-        "one": ["--model", str(folder), "--adapter", adapter],
-        "its own folder": ["--model", adapter],
-        "tp": ["--model", str(folder), "--adapter", adapter, "--tp", "2"],
-        "streamed": ["--model", adapter, "--cpu-budget", "300KiB"],
+        "base": f"--model {llama_folder}",
+        "one device": with_base,
+        "folder of the adapter": f"--model {adapter}",
+        "tp": f"{with_base} --tp 2",
+        "streamed": f"--model {adapter} --cpu-budget 300KiB",
     }.items():
-        prompts, out = tmp_path / "prompts.jsonl", tmp_path / f"{name}.jsonl"
-        prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
-        run(
-            *options,
-            "--prompts",
-            str(prompts),
-            "--out",
-            str(out),
-            *["--temperature", "0", "--max-new-tokens", "6"],
-        )
-        said[name] = answers(out)
-        assert name != "streamed" or re.search(
-            r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err
-        )
-    assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
-    run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
+        out = tmp_path / f"{name.replace(' ', '-')}.jsonl"
+        run_plait(f"generate {options} --prompts {prompts} --out {out} {GREEDY}")
+        answers[name] = read_rows(out)
+    assert re.search(r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err)
+    base = answers.pop("base")
+    expected = answers["one device"]
+    assert base != expected
+    assert answers == dict.fromkeys(answers, expected)
+
+    run_plait(f"generate {with_base} --adapter {adapter} --prompt a", code=2)
     assert "--adapter: 2 were given, but at most one is supported" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(
-            [
-                *["plan", "infer", "--model"],
-                adapter,
-                *["--prompt-tokens", "8", "--new-tokens", "4", "--cpu-budget", "300KiB", "--json"],
-            ]
-        )
+    lengths = "--prompt-tokens 8 --new-tokens 4 --cpu-budget 300KiB --json"
+    run_plait(f"plan infer --model {adapter} {lengths}")
     account = json.loads(capsys.readouterr().out)["bytes"]
-    elements = sum(p.numel() for p in open_source(Path(adapter)).model().parameters())
+    elements = sum(p.numel() for p in open_source(adapter).model().parameters())
     assert account["weights"] + account["in_files"] == 4 * elements
 
 
-STREAMED = ["--prompt", "a", "--max-new-tokens", "60", "--cpu-budget", "420KiB"]
+STREAMED = "--prompt a --max-new-tokens 60 --cpu-budget 420KiB"
 
 
-def test_a_disk_that_fails_in_the_middle(folder, capsys, monkeypatch):
-    """The message names the file and the byte."""
-    read, calls = os.preadv, 0
+def test_read_error_names_the_file_and_the_byte(llama_folder, capsys, monkeypatch):
+    read = os.preadv
+    calls = 0
 
     def preadv(file, views, offset):
         nonlocal calls
@@ -393,9 +312,9 @@ def test_a_disk_that_fails_in_the_middle(folder, capsys, monkeypatch):
         return read(file, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    run("--model", str(folder), *STREAMED, code=4)
-    words = r"model.safetensors cannot be read at byte [\d,]+: Input/output error"
-    assert re.search(words, capsys.readouterr().err) and calls > 300
+    run_plait(f"generate --model {llama_folder} {STREAMED}", code=4)
+    message = r"model.safetensors cannot be read at byte [\d,]+: Input/output error"
+    assert re.search(message, capsys.readouterr().err) and calls > 300
 
 
 HANGING_DISK = """
@@ -415,144 +334,105 @@ main(sys.argv[1:])
 
 
 @pytest.mark.proof
-def test_a_disk_that_hangs_in_the_middle(folder):
-    """The process ends although a read of it never returns."""
+def test_read_that_never_returns_ends_the_process(llama_folder):
     began = time.monotonic()
+    arguments = ["generate", "--model", str(llama_folder), *STREAMED.split()]
     done = subprocess.run(
-        [sys.executable, "-c", HANGING_DISK, "generate", "--model", str(folder), *STREAMED],
+        [sys.executable, "-c", HANGING_DISK, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    words = (
+    message = (
         r"model.safetensors: the weights of model.layers.\d have not arrived, "
         r"and no bytes were read for 2 s from byte [\d,]+ on"
     )
-    assert done.returncode == 4 and re.search(words, done.stderr), done.stderr
+    assert done.returncode == 4 and re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("layout", ["--tp", "--pp"])
-def test_a_rank_that_is_killed(folder, tmp_path, layout):
-    """The command ends within ten seconds with an error that names the process; finished answers are kept, and nothing is left in the
-    folder of temporary files."""
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8"
-    )
-    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+def test_killed_rank_ends_the_command(llama_folder, tmp_path, layout):
+    """The error names the process. Answers are kept, and no temporary file is left."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    out = tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
-    options = [layout, "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
-    command = [sys.executable, "-m", "plait", "generate", "--model", str(folder), *files, *options]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "def read"}] * 4000)
+    options = f"--prompts {prompts} --out {out} {layout} 2 --batch-size 2"
+    options += " --max-new-tokens 200 --temperature 0"
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [*f"{sys.executable} -m plait generate --model {llama_folder} {options}".split()],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     try:
-        ranks = []
         end = time.monotonic() + 60
-        while not (partial.exists() and partial.stat().st_size):  # answers are written
+        while not (partial.exists() and partial.stat().st_size):  # until the first answers
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
-        ranks = [
-            one
-            for one in psutil.Process(process.pid).children(recursive=True)
-            if "plait.cli.generate" in " ".join(one.cmdline())
-        ]
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if "plait.cli.generate" in " ".join(child.cmdline())]
         assert len(ranks) == 2
         ranks[1].kill()
         killed = time.monotonic()
-        _, said = process.communicate(timeout=30)
-        assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
-        assert re.search(r"rank 1", said) and "SIGKILL" in said
-        assert not [
-            one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
-        ]
-        assert not (tmp_path / "out.jsonl").exists() and not list(
-            (tmp_path / "temporary").iterdir()
-        )
-        kept = partial.read_text(encoding="utf-8")
-        assert kept.endswith("\n") and all(
-            json.loads(line)["finish_reason"] for line in kept.splitlines()
-        )
-        assert (
-            f"{len(kept.splitlines())} of 4000 answers are finished and kept in {partial}" in said
-        )
+        _, error = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
 
+    assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
+    assert "rank 1" in error and "SIGKILL" in error
+    for rank in ranks:
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+    assert not out.exists() and not list(temporary.iterdir())
+    assert partial.read_bytes().endswith(b"\n")
+    answers = read_rows(partial)
+    assert all(answer["finish_reason"] for answer in answers)
+    assert f"{len(answers)} of 4000 answers are finished and kept in {partial}" in error
 
-def exported(tmp_path):
-    """The run's model as Transformers saves it."""
-    with pytest.raises(SystemExit):
-        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")])
-    return tmp_path / "exported"
 
-
-def test_the_folder_of_a_run(folder, tmp_path, capsys):
-    """Its config.json is the run's, and its weights are those of the newest checkpoint."""
-    run_file = tmp_path / "run.json"
-    model = {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-        }
+def test_folder_of_a_run(tmp_path, capsys):
+    """The configuration is that of the run, and weights are those of its newest checkpoint."""
+    run = tmp_path / "run"
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "model": llama(num_hidden_layers=3),
+        "data": {
+            "source": "files",
+            "paths": [str(Path(plait.__file__).parent / "sizes.py")],
+            "sequence_length": 32,
+            "vocab_size": 300,
+        },
+        "run": {"folder": str(run), "steps": 1, "processes": 1},
     }
-    data = {
-        "source": "files",
-        "paths": [str(Path(plait.__file__).parent / "sizes.py")],
-        "sequence_length": 32,
-        "vocab_size": 300,
-    }
-    section = {"folder": str(tmp_path / "run"), "steps": 1, "processes": 1}
-    run_file.write_text(
-        json.dumps(
-            {"train_micro_batch_size_per_gpu": 2, "model": model, "data": data, "run": section}
-        ),
-        encoding="utf-8",
-    )
-    with pytest.raises(SystemExit):
-        main(["train", str(run_file)])
+    run_plait("train", write_rows(tmp_path / "run.json", [config]))
     capsys.readouterr()
-    common = [
-        "--model",
-        str(tmp_path / "run"),
-        "--prompt",
-        "def ",
-        *["--temperature", "0", "--max-new-tokens", "4"],
-    ]
-    run(*common)
+    common = f"generate --model {run} --prompt 'def ' --temperature 0 --max-new-tokens 4"
+    run_plait(common)
     answer = capsys.readouterr().out.rstrip("\n")
     assert answer
-    run(*common, "--scratch", str(tmp_path), "--cpu-budget", "210KiB")
+
+    run_plait(f"{common} --scratch {tmp_path} --cpu-budget 210KiB")
     streamed = capsys.readouterr()
-    assert re.search(
-        r"[23] layers .* every token \(written to new files first: the tensors of a checkpoint lie in parts\)",
-        streamed.err,
-    )
+    note = r"every token \(written to new files first: the tensors of a checkpoint lie in parts\)"
+    assert re.search(rf"[23] layers .* {note}", streamed.err)
     assert streamed.out.rstrip("\n") == answer
-    run(*common, "--scratch", str(tmp_path), "--cpu-budget", "1MiB", code=2)
-    assert (
-        "--scratch: stores layers that are converted before they are streamed, but this model"
-        in capsys.readouterr().err
-    )
-    with pytest.raises(SystemExit):
-        main(
-            [
-                *["plan", "infer", "--model"],
-                str(tmp_path / "run"),
-                *["--prompt-tokens", "4", "--new-tokens", "4", "--cpu-budget", "210KiB"],
-            ]
-        )
+    run_plait(f"{common} --scratch {tmp_path} --cpu-budget 1MiB", code=2)
+    message = "--scratch: stores layers that are converted before they are streamed, but this model"
+    assert message in capsys.readouterr().err
+    lengths = "--prompt-tokens 4 --new-tokens 4 --cpu-budget 210KiB"
+    run_plait(f"plan infer --model {run} {lengths}")
     planned = capsys.readouterr().out
     assert "written to new files first" in planned and "from files for every token" in planned
+
     pytest.importorskip("peft")
-    with_adapter = str(adapter_of(exported(tmp_path), tmp_path / "adapter"))
-    run(*common, "--adapter", with_adapter)
+    run_plait(f"export {run} --out {tmp_path}/exported")
+    adapter = adapter_of(tmp_path / "exported", tmp_path / "adapter")
+    capsys.readouterr()
+    run_plait(f"{common} --adapter {adapter}")
     assert capsys.readouterr().out.rstrip("\n") not in ("", answer)

@@ -1,4 +1,4 @@
-"""`plait generate` with a file of prompts that is wrong, comes from a pipe, or has answers that another command writes."""
+"""`plait generate` with files: wrong prompts, pipes, interrupted commands, and full disks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,385 +17,315 @@ from threading import Thread
 import pytest
 
 from plait.cli import generate as command
-from plait.cli.main import main
 from plait.cluster import process_groups
 from plait.errors import InputError
-from plait.inference.prompt_files import AnswerFile, PromptLine, answer_file, read_prompts
+from plait.inference.prompt_files import AnswerFile, answer_file, read_prompts
 from plait.inference.requests import Generation
-from tests.integration.model_folder import model_folder
+from tests.integration.commands import run_plait
+from tests.integration.json_lines import read_rows, write_rows
+from tests.table import check_each
 
-GOOD = '{"prompt": "def read"}\n'
-MADE = Generation([1], [2], [-0.5], "stop", "b")
+PROMPT = '{"prompt": "def read"}\n'
+GENERATION = Generation([1], [2], [-0.5], "stop", "b")
 ANSWER = {"prompt": "def read", "text": "b", "token_ids": [2], "finish_reason": "stop"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("llama"))
+@pytest.fixture
+def prompts(tmp_path):
+    """Path of a file with one prompt."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(PROMPT, encoding="utf-8")
+    return path
 
 
-def run(folder, *arguments, code=0):
-    try:
-        main(["generate", "--model", str(folder), *arguments])
-    except SystemExit as end:
-        assert (end.code or 0) == code
+CONVERSATION = {"messages": [{"role": "user", "content": "a"}]}
+REFUSED = [
+    # line 3 of the file, options, message
+    ({"token_ids": [5, 300]}, "", "line 3 has token 300, but the model's tokens are 0 to 299"),
+    ({"prompt": "a " * 300}, "", "line 3: the longest request may have"),
+    ({"prompt": ""}, "", "line 3 has no token"),
+    (CONVERSATION, "", "line 3 is a conversation, but the tokenizer has no chat template"),
+    ({"prompt": "a"}, "--top-p 3", "top_p = 3.0 must be"),
+    ({"prompt": "a"}, "--seed -1", "--seed = '-1'"),
+    ({"prompt": "a"}, f"--seed {2**63 - 1}", f"below 2**63; use at most {2**63 - 2}"),
+    ({"prompt": "a", "text": "b"}, "", "has the key text, which --out uses for the answer; give"),
+    ({"prompt": "a", "finish_reason": "b"}, "", "line 3: has the key finish_reason, which --out"),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "options", "words"),
-    [
-        ({"token_ids": [5, 300]}, [], "line 3 has token 300, but the model's tokens are 0 to 299"),
-        ({"prompt": "a " * 300}, [], "line 3: the longest request may have"),
-        ({"prompt": ""}, [], "line 3 has no token"),
-        (
-            {"messages": [{"role": "user", "content": "a"}]},
-            [],
-            "line 3 is a conversation, but the tokenizer has no chat template",
-        ),
-        ({"prompt": "a"}, ["--top-p", "3"], "top_p = 3.0 must be"),
-        ({"prompt": "a"}, ["--seed", "-1"], "--seed = '-1'"),
-        ({"prompt": "a"}, ["--seed", str(2**63 - 1)], f"below 2**63; use at most {2**63 - 2}"),
-        (
-            {"prompt": "a", "text": "b"},
-            [],
-            "line 3: has the key text, which --out uses for the answer; give it another name",
-        ),
-        (
-            {"prompt": "a", "finish_reason": "b"},
-            [],
-            "line 3: has the key finish_reason, which --out uses for the answer",
-        ),
-    ],
-)
-def test_all_is_checked_before_the_first_answer(
-    line, options, words, folder, tmp_path, capsys,
-    monkeypatch
-):  # fmt: skip
-    def loaded(*_):
-        raise AssertionError("the model is loaded for nothing")
+def test_input_is_checked_before_the_model_is_loaded(
+    llama_folder, prompts, tmp_path, capsys, monkeypatch
+):
+    def load(*_):
+        raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr(command, "_load", loaded)
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(GOOD + "\n" + json.dumps(line) + "\n", encoding="utf-8")
-    run(
-        folder,
-        "--prompts",
-        str(prompts),
-        "--out",
-        str(out),
-        *["--batch-size", "1", "--max-new-tokens", "2"],
-        *options,
-        code=2,
-    )
-    assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
+    def check(line, options, message):
+        prompts.write_text(f"{PROMPT}\n{json.dumps(line)}\n", encoding="utf-8")
+        arguments = f"--prompts {prompts} --out {tmp_path}/out.jsonl --max-new-tokens 2 {options}"
+        run_plait(f"generate --model {llama_folder} --batch-size 1 {arguments}", code=2)
+        assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == [prompts]
+
+    monkeypatch.setattr(command, "_load", load)
+    check_each(REFUSED, check)
 
 
-def test_a_template_that_takes_no_such_conversation(folder, tmp_path, capsys):
-    from shutil import copytree
-
-    other, prompts = copytree(folder, tmp_path / "model"), tmp_path / "prompts.jsonl"
-    (other / "chat_template.jinja").write_text("{{ raise_exception('turns must alternate') }}")
-    prompts.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n", encoding="utf-8"
-    )
-    run(other, "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"), code=2)
-    assert (
-        "line 1: the model's chat template does not take this conversation (turns must alternate)"
-        in capsys.readouterr().err
-    )
+def folder_with_template(llama_folder, target, template):
+    folder = shutil.copytree(llama_folder, target)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
-def test_a_text_for_a_model_with_a_template(folder, tmp_path, capsys):
-    """Is noted: a chat model may answer nothing to a text that is no conversation."""
-    from shutil import copytree
-
-    other = copytree(folder, tmp_path / "model")
-    (other / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
-    for model, noted in ((other, True), (folder, False)):
-        run(model, "--prompt", "a", "--max-new-tokens", "1")
-        assert (
-            "the model has a chat template, which is not applied to a prompt"
-            in capsys.readouterr().err
-        ) == noted
+def test_conversation_that_the_template_refuses(llama_folder, prompts, tmp_path, capsys):
+    template = "{{ raise_exception('turns must alternate') }}"
+    folder = folder_with_template(llama_folder, tmp_path / "model", template)
+    prompts.write_text(json.dumps(CONVERSATION) + "\n", encoding="utf-8")
+    run_plait(f"generate --model {folder} --prompts {prompts} --out {tmp_path}/out.jsonl", code=2)
+    message = "the model's chat template does not take this conversation (turns must alternate)"
+    assert f"line 1: {message}" in capsys.readouterr().err
 
 
-def test_prompts_from_a_pipe(folder, tmp_path, monkeypatch):
-    """They are read once, also for several processes, and may begin with a byte order mark."""
-    pipe, out, given = tmp_path / "pipe", tmp_path / "out.jsonl", list[list[PromptLine]]()
+def test_prompt_for_a_chat_model_is_noted(llama_folder, tmp_path, capsys):
+    """A chat model may answer nothing to a text that is not a conversation."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat = folder_with_template(llama_folder, tmp_path / "model", template)
+    note = "the model has a chat template, which is not applied to a prompt"
+    for model in (chat, llama_folder):
+        run_plait(f"generate --model {model} --prompt a --max-new-tokens 1")
+        assert (note in capsys.readouterr().err) == (model is chat)
 
-    def launched(words, _):
-        given.append(
-            read_prompts(Path(json.loads(Path(words[1]).read_text(encoding="utf-8"))["prompts"]))
-        )
+
+def test_prompts_from_a_pipe(llama_folder, tmp_path, monkeypatch):
+    """A pipe is read once, even for several processes, and may start with a byte order mark."""
+    pipe = tmp_path / "pipe"
+    out = tmp_path / "out.jsonl"
+    passed_on = []
+
+    def launch(arguments, _):
+        settings = json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
+        passed_on.extend(read_prompts(Path(settings["prompts"])))
         return 0
 
-    monkeypatch.setattr(command.launch, "run", launched)
+    # Two processes are not started, because the test is about what they would read.
+    monkeypatch.setattr(command.launch, "run", launch)
     os.mkfifo(pipe)
-    for options in (["--tp", "2"], []):
-        writer = Thread(
-            target=pipe.write_text, args=(GOOD * 2,), kwargs={"encoding": "utf-8-sig"}, daemon=True
-        )
+    for options in ("--tp 2", ""):
+        options += f" --prompts {pipe} --out {out} --max-new-tokens 2"
+        encoding = {"encoding": "utf-8-sig"}
+        writer = Thread(target=pipe.write_text, args=(PROMPT * 2,), kwargs=encoding, daemon=True)
         writer.start()
-        run(folder, "--prompts", str(pipe), "--out", str(out), "--max-new-tokens", "2", *options)
+        run_plait(f"generate --model {llama_folder} {options}")
         writer.join(timeout=60)
     assert len(out.read_text(encoding="utf-8").splitlines()) == 2
-    assert [line.fields for line in given[0]] == [json.loads(GOOD)] * 2
+    assert [line.fields for line in passed_on] == [json.loads(PROMPT)] * 2
 
 
-def test_no_room_for_what_processes_are_told(folder, tmp_path, monkeypatch, capsys):
+def test_full_disk_for_arguments_of_processes(llama_folder, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", code=2)
-    assert (
-        "No space left on device; several processes read their arguments there"
-        in capsys.readouterr().err
-    )
+    run_plait(f"generate --model {llama_folder} --prompt a --tp 2 --max-new-tokens 2", code=2)
+    message = "No space left on device; several processes read their arguments there"
+    assert message in capsys.readouterr().err
 
 
-def lines_of(tmp_path, text=GOOD):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(text, encoding="utf-8")
-    return read_prompts(prompts)
-
-
-def test_another_command_writes_the_answers(folder, tmp_path, capsys):
-    lines, prompts, out = lines_of(tmp_path), tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+def test_second_command_does_not_write_the_same_answers(llama_folder, prompts, tmp_path, capsys):
+    lines = read_prompts(prompts)
+    out = tmp_path / "out.jsonl"
     with answer_file(out, lines, {}) as answers:
-        run(folder, "--prompts", str(prompts), "--out", str(out), code=2)
-        assert (
-            f"--out {out}: another command is writing it; wait until it ends"
-            in capsys.readouterr().err
-        )
-        answers.add([MADE])
+        run_plait(f"generate --model {llama_folder} --prompts {prompts} --out {out}", code=2)
+        message = f"--out {out}: another command is writing it; wait until it ends"
+        assert message in capsys.readouterr().err
+        answers.add([GENERATION])
     assert json.loads(out.read_text(encoding="utf-8")) == ANSWER
-    with pytest.raises(InputError, match="exists; pass another name"), answer_file(out, lines, {}):
-        pass
+    assert_refused(out, lines, {}, "exists; pass another name")
     assert sorted(tmp_path.iterdir()) == [out, prompts]
+
     (tmp_path / "other.partial").symlink_to(prompts)
-    with (
-        pytest.raises(InputError, match="symbolic links; pass a file"),
-        answer_file(tmp_path / "other", lines, {}),
-    ):
+    assert_refused(tmp_path / "other", lines, {}, "symbolic links; pass a file")
+    assert prompts.read_text(encoding="utf-8") == PROMPT
+
+
+def assert_refused(out, lines, options, message):
+    with pytest.raises(InputError, match=message), answer_file(out, lines, options):
         pass
-    assert prompts.read_text(encoding="utf-8") == GOOD
 
 
-def write_one(out, lines, command=None, then=lambda: None):
-    """One answer, and what happens after it."""
-    with answer_file(out, lines, command or {}) as answers:
-        answers.add([MADE])
-        then()
-        answers.add([MADE] * (len(lines) - 1))
+def write_answers(out, lines, options=None, after_first=lambda: None):
+    """Write all answers, and call a function after the first one."""
+    with answer_file(out, lines, options or {}) as answers:
+        answers.add([GENERATION])
+        after_first()
+        answers.add([GENERATION] * (len(lines) - 1))
 
 
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize(
     "end", [KeyboardInterrupt(), SystemExit(143), InputError("a disk that fails")]
 )
-def test_a_command_goes_on_after_finished_answers(
-    end, sampled, folder, tmp_path, monkeypatch, capsys
+def test_command_continues_after_finished_answers(
+    end, sampled, llama_folder, prompts, tmp_path, monkeypatch, capsys
 ):
-    """With the tokens of a command that was not interrupted, in other batches."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    lines_of(
-        tmp_path,
-        "".join(
-            json.dumps({"prompt": "def " * (1 + number % 3), "id": number}) + "\n"
-            for number in range(5)
-        ),
-    )
-    common = [
-        "--prompts",
-        str(prompts),
-        "--max-new-tokens",
-        "4",
-        *(["--seed", "5", "--temperature", "1"] if sampled else []),
-    ]
-    run(folder, *common, "--out", str(tmp_path / "whole.jsonl"))
-    add, code = AnswerFile.add, {KeyboardInterrupt: 130, SystemExit: 143}.get(type(end), 2)
+    """The tokens equal those of a command that was not interrupted, even in other batches."""
+    rows = [{"prompt": "def " * (1 + number % 3), "id": number} for number in range(5)]
+    write_rows(prompts, rows)
+    common = f"generate --model {llama_folder} --prompts {prompts} --max-new-tokens 4"
+    if sampled:
+        common += " --seed 5 --temperature 1"
+    expected = tmp_path / "expected.jsonl"
+    run_plait(f"{common} --out {expected}")
 
-    def interrupted(answers, made):
+    out = tmp_path / "out.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    add = AnswerFile.add
+
+    def interrupt(answers, generations):
         if answers.done:
             os.write(answers._file.fileno(), b'{"half')
             raise end
-        add(answers, made)
+        add(answers, generations)
 
-    monkeypatch.setattr(AnswerFile, "add", interrupted)
-    run(folder, *common, "--out", str(out), "--batch-size", "2", code=code)
-    partial = out.with_name("out.jsonl.partial")
-    said = (
-        f"2 of 5 answers are finished and kept in {partial}; the same command continues after them"
-    )
-    assert said in capsys.readouterr().err and not out.exists()
-    assert [
-        json.loads(line)["id"] for line in partial.read_text(encoding="utf-8").splitlines()
-    ] == [0, 1]
-    monkeypatch.setattr(AnswerFile, "add", add)
+    code = {KeyboardInterrupt: 130, SystemExit: 143}.get(type(end), 2)
+    # A signal cannot be timed between two batches.
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "add", interrupt)
+        run_plait(f"{common} --out {out} --batch-size 2", code=code)
+    message = f"2 of 5 answers are finished and kept in {partial}; the same command continues after"
+    assert message in capsys.readouterr().err and not out.exists()
+    assert [answer["id"] for answer in read_rows(partial)] == [0, 1]
+
     with open(partial, "ab") as file:
         file.write(b'{"of a process that was killed')
-    run(folder, *common, "--out", str(out), "--max-new-tokens", "5", code=2)
-    assert (
-        "finished answers of another command (--max-new-tokens was 4 and is 5); pass another --out, or"
-        in capsys.readouterr().err
-    )
-    run(folder, *common, "--out", str(out), "--batch-size", "3")
+    run_plait(f"{common} --out {out} --max-new-tokens 5", code=2)
+    message = "finished answers of another command (--max-new-tokens was 4 and is 5); pass another"
+    assert message in capsys.readouterr().err
+    run_plait(f"{common} --out {out} --batch-size 3")
     assert f"2 of 5 answers are in {partial} already" in capsys.readouterr().err
-    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "out.jsonl",
-        "prompts.jsonl",
-        "whole.jsonl",
-    ]
+    assert out.read_bytes() == expected.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [expected, out, prompts]
 
 
-def kept(tmp_path, lines):
-    """One of two answers."""
+def test_prompts_that_are_not_utf_8_are_refused(prompts):
+    prompts.write_bytes(PROMPT.encode() + b'{"prompt": "caf\xe9"}\n')
+    message = "prompts.jsonl, line 2: byte 16 is 0xe9, which is not UTF-8; save the file as UTF-8$"
+    with pytest.raises(InputError, match=message):
+        read_prompts(prompts)
 
+
+def test_line_numbers_of_all_line_ends(prompts):
+    prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
+    lines = [(line.prompt, line.name[-1]) for line in read_prompts(prompts)]
+    assert lines == [("a", "1"), ("b", "3"), ("c", "4")]
+
+
+def test_answers_of_another_command_are_not_overwritten(prompts, tmp_path):
     def interrupt():
         raise KeyboardInterrupt
 
+    prompts.write_text(PROMPT * 2, encoding="utf-8")
+    lines = read_prompts(prompts)
+    out = tmp_path / "out"
+    partial = tmp_path / "out.partial"
+    options = {"--seed": 1}
     with pytest.raises(KeyboardInterrupt):
-        write_one(tmp_path / "out", lines, {"--seed": 1}, interrupt)
-    return tmp_path / "out.partial"
+        write_answers(out, lines, options, interrupt)
+    content = partial.read_bytes()
+
+    assert_refused(out, lines[:1], options, "its --prompts differ")
+    assert_refused(out, lines, {"--seed": 2}, "--seed was 1 and is 2")
+    assert_refused(out, lines, {"--seed": 1, "--top-k": 3}, "--top-k was not given and is 3")
+    assert partial.read_bytes() == content
+
+    partial.write_bytes(content.replace(b"def", b"abc"))
+    message = r"out.partial, line 1: is not an answer to .*line 1; remove"
+    assert_refused(out, lines, options, message)
+    partial.write_bytes(content)
+    (tmp_path / "out.partial.json").unlink()
+    message = "out.partial.json does not record the options of the command"
+    assert_refused(out, lines, options, message)
+    assert partial.read_bytes() == content
 
 
-def test_prompts_that_are_no_utf_8(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_bytes(GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(
-        InputError,
-        match=r"prompts.jsonl, line 2: byte 16 is 0xe9, which is not UTF-8; save the file as UTF-8$",
-    ):
-        read_prompts(prompts)
-    prompts.write_bytes(b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r{"prompt": "c"}')
-    assert [(line.prompt, line.name[-1]) for line in read_prompts(prompts)] == [
-        ("a", "1"),
-        ("b", "3"),
-        ("c", "4"),
-    ]
+def test_full_disk_keeps_finished_answers(prompts, tmp_path):
+    """Complete lines stay in a file that reaches its largest size."""
+    prompts.write_text(PROMPT * 2, encoding="utf-8")
+    lines = read_prompts(prompts)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    one_answer = (len(json.dumps(ANSWER)) + 20, limits[1])
 
+    def limit_size():
+        resource.setrlimit(resource.RLIMIT_FSIZE, one_answer)
 
-def test_answers_of_other_prompts_are_left_as_they_are(tmp_path):
-    """Or of another command, or without a sign of which; or that somebody has changed."""
-    lines = lines_of(tmp_path, GOOD * 2)
-    partial, described = kept(tmp_path, lines), tmp_path / "out.partial.json"
-    before = partial.read_bytes()
-    for change, other, words in (
-        (lines[:1], {"--seed": 1}, "its --prompts differ"),
-        (lines, {"--seed": 2}, "--seed was 1 and is 2"),
-        (lines, {"--seed": 1, "--top-k": 3}, "--top-k was not given and is 3"),
-    ):
-        with pytest.raises(InputError, match=words), answer_file(tmp_path / "out", change, other):
-            pass
-        assert partial.read_bytes() == before
-    partial.write_bytes(before.replace(b"def", b"abc"))
-    with (
-        pytest.raises(
-            InputError, match=r"out.partial, line 1: is not an answer to .*line 1; remove"
-        ),
-        answer_file(tmp_path / "out", lines, {"--seed": 1}),
-    ):
-        pass
-    partial.write_bytes(before)
-    described.unlink()
-    with (
-        pytest.raises(
-            InputError, match="out.partial.json does not record the options of the command"
-        ),
-        answer_file(tmp_path / "out", lines, {"--seed": 1}),
-    ):
-        pass
-    assert partial.read_bytes() == before
-
-
-def test_a_full_disk_keeps_finished_answers(tmp_path):
-    """Of a file that may have so many bytes, the lines that are in it to their end."""
-    lines = lines_of(tmp_path, GOOD * 2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    most = len(json.dumps(ANSWER)) + 20
     try:
         with pytest.raises(InputError, match="out: File too large"):
-            write_one(
-                tmp_path / "out",
-                lines,
-                then=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1])),
-            )
+            write_answers(tmp_path / "out", lines, after_first=limit_size)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
 
-def test_several_processes_get_long_settings(folder, monkeypatch):
-    """Longer ones than the kernel takes for an argument, which all users of a machine may read."""
-    long, given = "\u00e9" * 100_000, []
+def test_long_settings_reach_several_processes(llama_folder, monkeypatch):
+    """The kernel limits the length of an argument, and all users of a machine can read it."""
+    long = "\u00e9" * 100_000
+    calls = []
 
-    def launched(words, settings):
-        assert (
-            settings.processes == 2 and settings.grace_seconds <= 10
-        )  # one may wait for another that a signal has ended
-        given.append((words, json.loads(Path(words[1]).read_text(encoding="utf-8"))))
+    def launch(arguments, settings):
+        # A rank may wait for another that a signal has ended.
+        assert settings.processes == 2 and settings.grace_seconds <= 10
+        calls.append((arguments, json.loads(Path(arguments[1]).read_text(encoding="utf-8"))))
         return 0
 
-    monkeypatch.setattr(command.launch, "run", launched)
-    run(folder, "--prompt", "a", "--tp", "2", "--max-new-tokens", "2", "--stop", long)
-    ((words, asked),) = given
-    assert (
-        max(map(len, words)) < 1000
-        and asked["settings"]["stop_strings"] == [long]
-        and not Path(words[1]).parent.exists()
-    )
+    monkeypatch.setattr(command.launch, "run", launch)
+    common = f"generate --model {llama_folder} --prompt a --tp 2 --max-new-tokens 2"
+    run_plait(common, "--stop", long)
+    ((arguments, settings),) = calls
+    assert max(map(len, arguments)) < 1000
+    assert settings["settings"]["stop_strings"] == [long]
+    assert not Path(arguments[1]).parent.exists()
 
 
 @pytest.mark.usefixtures("hang_up_ends")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_first_answer_leaves_nothing(
-    number, folder, tmp_path, capsys, monkeypatch
+def test_signal_before_the_first_answer_leaves_no_file(
+    number, llama_folder, prompts, tmp_path, capsys, monkeypatch
 ):
-    """While the model is loaded, with the file of answers begun."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text(GOOD, encoding="utf-8")
-
-    def loaded(*_):
-        assert (tmp_path / "out.jsonl.partial").exists() and signal.getsignal(
-            number
-        ) is not signal.SIG_DFL
+    def interrupt(*_):
+        assert (tmp_path / "out.jsonl.partial").exists()
+        assert signal.getsignal(number) is not signal.SIG_DFL
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(command, "_load", loaded)
-    before = signal.getsignal(number)
-    run(folder, "--prompts", str(prompts), "--out", str(out), code=128 + number)
-    assert list(tmp_path.iterdir()) == [prompts] and signal.getsignal(number) is before
+    # The signal arrives while the model is loaded.
+    monkeypatch.setattr(command, "_load", interrupt)
+    handler = signal.getsignal(number)
+    arguments = f"--prompts {prompts} --out {tmp_path}/out.jsonl"
+    run_plait(f"generate --model {llama_folder} {arguments}", code=128 + number)
+    assert list(tmp_path.iterdir()) == [prompts] and signal.getsignal(number) is handler
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_at_the_end(tmp_path, monkeypatch):
-    """Some say so only when what was written has to be on them."""
-
+def test_disk_that_reports_at_fsync_that_it_is_full(prompts, tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    lines = read_prompts(prompts)
     monkeypatch.setattr(os, "fsync", full)
-    (tmp_path / "in").mkdir()
-    lines = lines_of(tmp_path / "in")
+    # The record of options is written before and would fail first.
     monkeypatch.setattr("plait.inference.prompt_files.write_atomically", lambda *_: None)
     with pytest.raises(InputError, match="out: No space left on device"):
-        write_one(tmp_path / "out", lines)
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.partial"]
+        write_answers(tmp_path / "out", lines)
+    assert sorted(os.listdir(tmp_path)) == ["out.partial", "prompts.jsonl"]
 
 
-def test_a_file_that_another_program_has_made_meanwhile(tmp_path):
-    """It is left as it is, and so are the answers."""
-    lines, out = lines_of(tmp_path), tmp_path / "out"
+def test_file_of_another_program_is_not_overwritten(prompts, tmp_path):
+    lines = read_prompts(prompts)
+    out = tmp_path / "out"
 
-    with pytest.raises(
-        InputError,
-        match="another program has created it; the answers are in .*out.partial, so rename",
-    ):
-        write_one(out, lines, then=lambda: out.write_text("of another program", encoding="utf-8"))
+    def create():
+        out.write_text("of another program", encoding="utf-8")
+
+    message = "another program has created it; the answers are in .*out.partial, so rename"
+    with pytest.raises(InputError, match=message):
+        write_answers(out, lines, after_first=create)
     assert out.read_text(encoding="utf-8") == "of another program"
     assert json.loads((tmp_path / "out.partial").read_text(encoding="utf-8")) == ANSWER
 
@@ -402,37 +333,34 @@ def test_a_file_that_another_program_has_made_meanwhile(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(errno.EPIPE, 128 + signal.SIGPIPE), (errno.ENOSPC, 1)]
 )
-def test_standard_output_that_takes_no_more(number, code, monkeypatch):
-    """One of several processes ends at once; a single one raises what `main` tells."""
+def test_standard_output_that_fails(number, code, monkeypatch):
+    """A rank of several ends at once. A single process raises, and `main` prints the error."""
 
     def full(*_, **__):
         raise OSError(number, "no more")
 
+    # The process of the test must neither lose its standard output nor end.
+    codes: list[int] = []
     monkeypatch.setattr("builtins.print", full)
-    ended: list[int] = []
     monkeypatch.setattr(command, "close_stdout", lambda error: code if error.errno == number else 0)
-    monkeypatch.setattr(process_groups, "end_process", ended.append)
-    asked = command.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)
-    command._write(asked, "text")
-    assert ended == [code]
+    monkeypatch.setattr(process_groups, "end_process", codes.append)
+    arguments = command.GenerateArguments("m", None, "stored", 2, 1, "a", None, None, 1, None)
+    command._write(arguments, "text")
+    assert codes == [code]
     with pytest.raises(OSError, match="no more"):
-        command._write(replace(asked, tp=1), "text")
+        command._write(replace(arguments, tp=1), "text")
 
 
 @pytest.mark.proof
-def test_a_reader_that_goes_ends_all_processes(folder):
-    """Without a traceback."""
-    asked = ["--model", str(folder), "--prompt", "a", "--max-new-tokens", "90", "--tp", "2"]
+def test_closed_pipe_ends_all_processes(llama_folder):
+    arguments = f"generate --model {llama_folder} --prompt a --max-new-tokens 90 --tp 2"
     process = subprocess.Popen(
-        [sys.executable, "-m", "plait", "generate", *asked],
+        [sys.executable, "-m", "plait", *arguments.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read().decode()
-    assert (
-        process.wait(60) == 128 + signal.SIGPIPE
-        and "Traceback" not in said
-        and "on_token" not in said
-    ), said
+    error = process.stderr.read().decode()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert "Traceback" not in error and "on_token" not in error, error

@@ -1,4 +1,5 @@
-"""A whole run of 64 processes on one machine: rendezvous, a training step in four-dimensional parallelism, a checkpoint, the exit."""
+"""A run of 64 processes on one machine: rendezvous, a step in four-dimensional parallelism, a
+checkpoint and the exit."""
 
 import json
 import os
@@ -21,31 +22,30 @@ from tests.parity import cases
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.proof
 TOLERANCE = 1e-9
+"""Relative error of float64 values, whose sums have another order on 64 ranks."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a run that ended with exit code 0 on every rank."""
-    made = tmp_path_factory.mktemp("many")
-    root = Path(__file__).parents[2]
+    """Folder of a run whose ranks all ended with exit code 0."""
+    path = tmp_path_factory.mktemp("many")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.many_processes", str(made)],
-        cwd=root,
+        [sys.executable, "-m", "tests.integration.many_processes", str(path)],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=290,
     )
-    assert done.returncode == 0, (
-        f"{done.stderr[:4000]}\n...\n{done.stderr[-500:]}"
-    )  # the first rank to fail says why
+    # The first rank that fails prints the cause.
+    assert done.returncode == 0, f"{done.stderr[:4000]}\n...\n{done.stderr[-500:]}"
     print(done.stdout)
-    return made
+    return path
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """One process on the whole batch, in plain torch."""
+def reference():
+    """Trace of one process with the complete batch, in plain torch."""
     model = build()
     with keeping_float64(model):
         return reference_trace(
@@ -57,32 +57,30 @@ def alone():
         )
 
 
-def told(folder):
-    """What every rank said, by rank."""
-    return [json.loads((folder / f"rank-{index}.json").read_text()) for index in range(RANKS)]
+def assert_close(actual, expected, name):
+    error = (actual.detach() - expected).abs().max()
+    assert error <= TOLERANCE * expected.abs().max(), name
 
 
-def test_every_rank_computes_the_step_of_one_process(folder, alone):
-    """Loss and gradient norm are the same on all of them."""
-    ranks = told(folder)
+def test_every_rank_computes_the_step_of_one_process(folder, reference):
     layout = Layout(**DEGREES)
-    assert [{axis: each[axis] for axis in DEGREES} for each in ranks] == [
-        {axis: layout.coordinates(index)[axis] for axis in DEGREES} for index in range(RANKS)
-    ]
-    assert {each["steps"] for each in ranks} == {1}
-    for each in ranks:
-        assert each["loss"] == pytest.approx(alone.losses[0], rel=TOLERANCE)
-        assert each["norm"] == pytest.approx(alone.grad_norms[0], rel=TOLERANCE)
-    assert alone.grad_norms[0] > CLIPPING  # or clipping would not be tried
+    for index in range(RANKS):
+        report = json.loads((folder / f"rank-{index}.json").read_text())
+        coordinates = layout.coordinates(index)
+        assert all(report[axis] == coordinates[axis] for axis in DEGREES)
+        assert report["steps"] == 1
+        assert report["loss"] == pytest.approx(reference.losses[0], rel=TOLERANCE)
+        assert report["norm"] == pytest.approx(reference.grad_norms[0], rel=TOLERANCE)
+    assert reference.grad_norms[0] > CLIPPING, "gradients are clipped"
 
 
-def test_the_checkpoint_is_complete_and_loads_in_one_process(folder, alone):
-    """It holds the parameters after the update, the optimizer's states with them, and a file of every rank that had something to write."""
+def test_checkpoint_is_complete_and_loads_in_one_process(folder, reference):
     saved = folder / "checkpoints"
-    assert sorted(path.name for path in saved.iterdir()) == ["LATEST", "step-00000001"]
-    found = candidates(saved)[0]
-    assert len(list(found.path.glob("*.safetensors"))) == RANKS
-    Reader(found).verify("full")
+    assert sorted(os.listdir(saved)) == ["LATEST", "step-00000001"]
+    checkpoint = candidates(saved)[0]
+    assert len(list(checkpoint.path.glob("*.safetensors"))) == RANKS
+    Reader(checkpoint).verify("full")
+
     model = build()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -94,13 +92,9 @@ def test_the_checkpoint_is_complete_and_loads_in_one_process(folder, alone):
         assert engine.global_steps == 1
         states = engine.optimizer.state
         for name, parameter in engine.model.named_parameters():
-            expected = alone.parameters[name]
-            assert (
-                parameter.detach() - expected
-            ).abs().max() <= TOLERANCE * expected.abs().max(), name
-            first_moment = 0.1 * alone.gradients[0][name]  # (1 - beta1) x gradient after one step
-            assert (
-                states[parameter]["exp_avg"] - first_moment
-            ).abs().max() <= TOLERANCE * first_moment.abs().max(), name
+            assert_close(parameter, reference.parameters[name], name)
+            # After one step the first moment is (1 - beta1) times the gradient.
+            first_moment = 0.1 * reference.gradients[0][name]
+            assert_close(states[parameter]["exp_avg"], first_moment, name)
     finally:
         engine.close()

@@ -1,1 +1,1 @@
-"""What a run holds, sends and computes, measured: the other side of the accounts that tests compare."""
+"""Measured memory and traffic of a run, which tests compare with the predictions."""

@@ -1,5 +1,8 @@
-"""Every model type, saved to a folder as Transformers saves it, and loaded by `plait.from_pretrained` at ZeRO 3: each rank its slices, or
-Transformers the whole in every process; the values are those that Transformers loads."""
+"""Every model type, saved by Transformers and loaded by `plait.from_pretrained` at ZeRO 3.
+
+Each rank loads its slices, or Transformers loads the complete model in every process. The values
+are compared with those that Transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from plait.verify.model_under_test import transformers_model
 from plait.verify.parity import full_tensor_on_cpu
 
 FOLDER = "from a folder"
-"""Its place beside the layouts."""
+"""Column of the table, next to the layouts."""
 _FILE = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -27,23 +30,23 @@ _FILE = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What loading one type came to."""
+    """Result of loading one type. `error` is None, because values are either equal or not."""
 
     outcome: Literal["slices", "in full", "refused", "failed"]
     reason: str = ""
     error: float | None = None
-    """None: values are equal or not."""
 
 
 def load_cell(rank, world, tested, folder):
-    """Collective over the two processes of the default group. `folder` is empty and seen by both."""
+    """Save and load one type. Collective over two processes, which share the empty `folder`."""
     assert tested.fields is not None
     torch.manual_seed(4)
     if rank == 0:
-        made: Any = transformers_model(tested.fields, dtype=torch.bfloat16, device="cpu")
-        made.save_pretrained(folder, max_shard_size="100KB")
+        saved: Any = transformers_model(tested.fields, dtype=torch.bfloat16, device="cpu")
+        saved.save_pretrained(folder, max_shard_size="100KB")
     dist.barrier()
-    with warnings.catch_warnings(record=True) as said:
+
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             model = plait.from_pretrained(folder)
@@ -55,16 +58,18 @@ def load_cell(rank, world, tested, folder):
     except PlaitError as error:
         return Loaded("refused", _without(str(error), folder))
     try:
-        found = {
+        loaded = {
             name: full_tensor_on_cpu(tensor.detach())
             for name, tensor in (*engine.model.named_parameters(), *engine.model.named_buffers())
         }
     finally:
         engine.close()
-    differ = _different(found, folder)
-    if differ:
-        return Loaded("failed", f"not as Transformers loads them: {', '.join(differ[:4])}")
-    assert meta or rank or any("in full in every process" in str(one.message) for one in said)
+
+    differing = _differing(loaded, folder)
+    if differing:
+        return Loaded("failed", f"not as Transformers loads them: {', '.join(differing[:4])}")
+    messages = [str(warning.message) for warning in caught]
+    assert meta or rank or any("in full in every process" in message for message in messages)
     return Loaded("slices" if meta else "in full")
 
 
@@ -72,17 +77,14 @@ def _without(text, folder):
     return text.replace(folder, "FOLDER")
 
 
-def _different(found, folder):
-    """Names whose values differ from those that Transformers loads from the same folder, buffers among them."""
+def _differing(loaded, folder):
+    """Return names whose values differ from those that Transformers loads, including buffers."""
     from transformers import AutoModelForCausalLM
 
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    wanted = {
-        name: tensor.detach() for name, tensor in (*own.named_parameters(), *own.named_buffers())
-    }
-    names = sorted(found.keys() ^ wanted.keys())
-    return names + [
-        name
-        for name in found.keys() & wanted.keys()
-        if not torch.equal(found[name].float(), wanted[name].float())
-    ]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    names = sorted(loaded.keys() ^ expected.keys())
+    for name in loaded.keys() & expected.keys():
+        if not torch.equal(loaded[name].float(), expected[name].detach().float()):
+            names.append(name)
+    return names

@@ -1,6 +1,7 @@
-"""Bytes that a rank really holds, by kind, from the storages of its tensors: the measured side of the ledger.
+"""Bytes that a rank holds by kind, measured from the storages of its tensors.
 
-Storages are counted once each, padding included, so views and tied weights do not count twice.
+Tests compare them with the ledger. Each storage is counted once with its padding, so views and tied
+weights do not count twice.
 """
 
 from __future__ import annotations
@@ -30,34 +31,31 @@ from tests.measured.storage_tracker import StorageTracker
 
 
 def measure_step(engine, batch):
-    """Run one `train_batch` and return the bytes of every kind of `ledger.MEMORY_KINDS` that it held on this rank."""
-    held = dict.fromkeys(MEMORY_KINDS, 0)
+    """Run one `train_batch` and return the bytes of every kind of `ledger.MEMORY_KINDS`."""
+    measured = dict.fromkeys(MEMORY_KINDS, 0)
     forward = engine.sharded.forward
     micro_batches_seen = 0
 
-    def between(model, piece):
+    def raise_to(kind, count):
+        measured[kind] = max(measured[kind], count)
+
+    def between(model, micro_batch):
         nonlocal micro_batches_seen
-        if micro_batches_seen:  # what is left of the micro-batch before
-            held["gathered_parameters"] = max(
-                held["gathered_parameters"], unsharded_parameter_bytes(model)
-            )
-            held["unsharded_gradients"] = max(
-                held["unsharded_gradients"], unsharded_gradient_bytes(model)
-            )
+        if micro_batches_seen:  # counts what the previous micro-batch leaves
+            raise_to("gathered_parameters", unsharded_parameter_bytes(model))
+            raise_to("unsharded_gradients", unsharded_gradient_bytes(model))
         micro_batches_seen += 1
-        return forward(model, piece)
+        return forward(model, micro_batch)
 
     residuals = engine.hooks.find(Residuals)
-    parameters = list(
-        engine.model.parameters()
-    )  # in a backward, the model would name gathered ones
+    # During a backward, the model would return gathered parameters.
+    parameters = list(engine.model.parameters())
 
     def before_update():
-        held["parameters"] = storage_bytes(parameters)
-        held["gradients"] = max(
-            held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None)
-        )
-        held["compression"] = storage_bytes(residuals.tensors()) if residuals is not None else 0
+        measured["parameters"] = storage_bytes(parameters)
+        raise_to("gradients", storage_bytes(p.grad for p in parameters if p.grad is not None))
+        if residuals is not None:
+            measured["compression"] = storage_bytes(residuals.tensors())
 
     def before_one(_):
         before_update()
@@ -73,61 +71,67 @@ def measure_step(engine, batch):
         engine.sharded.forward = forward
         engine.stepper.before_update.remove(before_update)
         inspectors.remove(before_one)
-    states = engine.optimizer.state.values()
-    held["optimizer"] = storage_bytes(
-        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    measured["optimizer"] = storage_bytes(
+        value for value in _optimizer_states(engine.optimizer) if isinstance(value, torch.Tensor)
     )
-    return held
+    return measured
 
 
-def measure_activations(engine, piece):
-    """Run forward and loss of one micro-batch, for real and without a backward, and return the bytes that it keeps for one: `activations`
-    and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks`, those of the blocks alone."""
-    model, blocks, offloaded = (
-        engine.model,
-        engine.parts.blocks,
-        engine.hooks.find(OffloadedActivations),
-    )
-    piece = to_device(piece, engine.device)
-    known = [
-        *model.parameters(),
-        *model.buffers(),
-        *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor)),
-    ]
+def _optimizer_states(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def _existing_tensors(model, batch):
+    """Return the parameters and buffers of a model and the tensors of a batch."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [*model.parameters(), *model.buffers(), *leaves]
+
+
+def measure_activations(engine, micro_batch):
+    """Run forward and loss of a micro-batch, and return the bytes that it keeps for a backward.
+
+    Returns:
+        `activations` and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks` for the blocks alone.
+    """
+    model = engine.model
+    blocks = engine.parts.blocks
+    offloaded = engine.hooks.find(OffloadedActivations)
+    micro_batch = to_device(micro_batch, engine.device)
     factor = torch.ones((), dtype=torch.float64, device=engine.device)
-    live = Recorder(known=[*known, factor])
+    live = Recorder(known=[*_existing_tensors(model, micro_batch), factor])
     unwatch = watch(model, {name: index for index, name in enumerate(blocks)}, live)
     try:
         with live:
-            for tell in engine.hooks.before_microbatch:
-                tell(True)
+            for hook in engine.hooks.before_microbatch:
+                hook(True)
             loss_fn = engine._required_loss()
             with engine.sharded.logits_for(loss_fn):
-                total = loss_fn(engine.sharded.forward(model, piece), piece)[0]
+                total = loss_fn(engine.sharded.forward(model, micro_batch), micro_batch)[0]
                 total = total * factor.to(total.dtype)  # as the engine scales it
             if offloaded is not None:
                 offloaded.store.drain()
             live.forget(unsharded_parameters(model))
-            kept = dict(live.bytes)
+            saved = dict(live.bytes)
             del total
     finally:
         unwatch()
         free_gathered(model)
-    of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
+
+    block_bytes = sum(saved.get(index, 0) for index in range(len(blocks)))
     return {
-        "activations": of_blocks + kept.get(OUTSIDE, 0),
-        "logits": kept.get(HEAD, 0),
-        "blocks": of_blocks,
+        "activations": block_bytes + saved.get(OUTSIDE, 0),
+        "logits": saved.get(HEAD, 0),
+        "blocks": block_bytes,
     }
 
 
-_APART = -3
-"""Unit of messages."""
+_MESSAGES = -3
+"""Unit of the recorder that messages in flight belong to."""
 
 
 @dataclass(frozen=True)
-class _Taken(PendingReceive):
-    """A message that counts from when it is taken on."""
+class _CountedReceive(PendingReceive):
+    """A message that counts as an activation when the stage waits for it."""
 
     live: LiveStorages
 
@@ -139,65 +143,64 @@ class _Taken(PendingReceive):
 
 @dataclass(frozen=True)
 class MeasuredInFlight:
-    """What a pipeline's rank held of activations in a step."""
+    """Activations that a pipeline rank held in a step.
+
+    Attributes:
+        after: Every action, and the bytes that all micro-batches kept when it had ended, in blocks,
+            outside of them, in the head and in the loss.
+    """
 
     after: list[tuple[Action, int]]
-    """Every action, and the bytes that all micro-batches kept when it had ended: blocks, what is outside of them, head and loss."""
 
 
 def measure_in_flight(engine, batch):
-    """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
-    gradients of parameters."""
-    assert engine.sharded.pipeline is not None
-    model, runtime, offloaded = (
-        engine.model,
-        engine.sharded.pipeline.runtime,
-        engine.hooks.find(OffloadedActivations),
-    )
-    known = [
-        *model.parameters(),
-        *model.buffers(),
-        *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
-    ]
-    live = Recorder(known=known)
-    unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)
-    found: list[tuple[Action, int]] = []
-    handed: dict[Message, list[int]] = {}
-    """Gradients that wait for another stage of this rank, by their storages."""
-    before = 0
-    messenger, receive = runtime.messenger, runtime.messenger.receive
+    """Run one `train_batch` of a pipeline whose parameters are not sharded.
 
-    def received(*args, **kwargs):
-        unit, live.unit = live.unit, _APART
+    Messages in flight between stages and gradients of parameters do not count.
+    """
+    assert engine.sharded.pipeline is not None
+    model = engine.model
+    runtime = engine.sharded.pipeline.runtime
+    messenger = runtime.messenger
+    receive = messenger.receive
+    offloaded = engine.hooks.find(OffloadedActivations)
+    live = Recorder(known=_existing_tensors(model, batch))
+    unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)
+    after: list[tuple[Action, int]] = []
+    # Storages of gradients that wait for another stage of this rank.
+    waiting: dict[Message, list[int]] = {}
+    bytes_before = 0
+
+    def counted_receive(*args, **kwargs):
+        unit = live.unit
+        live.unit = _MESSAGES
         arriving = receive(*args, **kwargs)
         live.unit = unit
-        return _Taken(arriving.tensors, arriving.works, arriving.source, live)
+        return _CountedReceive(arriving.tensors, arriving.works, arriving.source, live)
 
     def listen(message, tensors):
         if message.payload is Payload.GRADIENT:
-            handed[message] = [storage_id(tensor.untyped_storage()) for tensor in tensors]
-            for key in handed[message]:
-                live.claim_storage(key, _APART)
+            waiting[message] = [storage_id(tensor.untyped_storage()) for tensor in tensors]
+            for key in waiting[message]:
+                live.claim_storage(key, _MESSAGES)
 
     def observe(action, done):
-        nonlocal before
+        nonlocal bytes_before
         live.unit = OUTSIDE if action.kind is Kind.FORWARD else BACKWARD
         if not done:
-            before = (
-                before if found else live.total
-            )  # what the engine has made so far is none of it
+            if not after:
+                bytes_before = live.total  # created by the engine before the first action
             if action.kind in (Kind.BACKWARD, Kind.INPUT):
-                for key in handed.pop(
-                    Message(Payload.GRADIENT, action.stage + 1, action.microbatch), ()
-                ):
+                message = Message(Payload.GRADIENT, action.stage + 1, action.microbatch)
+                for key in waiting.pop(message, ()):
                     live.claim_storage(key, BACKWARD)
             return
         messenger.forget_delivered()
         if offloaded is not None:
             offloaded.store.drain()
-        found.append((action, live.total - live.bytes[_APART] - before))
+        after.append((action, live.total - live.bytes[_MESSAGES] - bytes_before))
 
-    messenger.receive = received  # type: ignore[method-assign]
+    messenger.receive = counted_receive
     runtime.observers.append(observe)
     runtime.listeners.append(listen)
     try:
@@ -206,51 +209,46 @@ def measure_in_flight(engine, batch):
     finally:
         runtime.observers.remove(observe)
         runtime.listeners.remove(listen)
-        messenger.receive = receive  # type: ignore[method-assign]
+        messenger.receive = receive
         unwatch()
-    return MeasuredInFlight(found)
+    return MeasuredInFlight(after)
 
 
 @dataclass(frozen=True)
 class MeasuredPeak:
-    """The most that a step held, counted twice."""
+    """Peak memory of a step, counted twice.
+
+    Attributes:
+        torch_bytes: Peak according to torch's tracker.
+        dry_run_bytes: Peak according to the tracker of dry runs, which can also count fake tensors.
+    """
 
     torch_bytes: int
-    """By torch's own tracker."""
-    own_bytes: int
-    """By the storage tracker `dryrun.storage_tracker`, which also counts the fake tensors of a dry run."""
+    dry_run_bytes: int
 
 
-def step_tensors(model, optimizer, reducer, batch):
-    """What exists before a step: parameters and their gradients, buffers, optimizer states, buckets, the batch."""
-    parameters = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    buckets = (
-        [tensor for bucket in reducer.buckets for tensor in (bucket.flat, bucket.wire)]
-        if reducer is not None
-        else []
-    )
-    found = [
-        *parameters,
-        *(p.grad for p in parameters),
-        *model.buffers(),
-        *states,
-        *buckets,
-        *tree_leaves(batch),
+def step_tensors(engine, batch):
+    """Return the tensors that exist before a step, including gradients and buckets."""
+    reducer = engine.hooks.find(Reducer)
+    buckets = reducer.buckets if reducer is not None else []
+    tensors = [
+        *_existing_tensors(engine.model, batch),
+        *(parameter.grad for parameter in engine.model.parameters()),
+        *_optimizer_states(engine.optimizer),
+        *(tensor for bucket in buckets for tensor in (bucket.flat, bucket.wire)),
     ]
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
 
 
 def measure_peak(engine, batch):
-    """Run three `train_batch`: one that makes the optimizer's states, and one under each tracker."""
+    """Run three `train_batch`: one that creates optimizer states, and one under each tracker."""
     engine.train_batch(batch)
-    existing = step_tensors(engine.model, engine.optimizer, engine.hooks.find(Reducer), batch)
     tracker = StorageTracker()
-    tracker.track_external(*[local_tensor(tensor.detach()) for tensor in existing])
+    tracker.track_external(*[local_tensor(x.detach()) for x in step_tensors(engine, batch)])
     with tracker:
         engine.train_batch(batch)
-    own = LiveStorages()
-    own.hold(step_tensors(engine.model, engine.optimizer, engine.hooks.find(Reducer), batch))
-    with own:
+    live = LiveStorages()
+    live.hold(step_tensors(engine, batch))
+    with live:
         engine.train_batch(batch)
-    return MeasuredPeak(tracker.peak_bytes(engine.device.type), own.peak)
+    return MeasuredPeak(tracker.peak_bytes(engine.device.type), live.peak)

@@ -1,7 +1,9 @@
-"""Every model type that Transformers knows as a causal language model, made small, under one layout at a time: exact, refused or failed.
+"""Every causal language model type of Transformers, made small, under one layout at a time.
 
-A cell trains two steps of ragged micro-batches and is compared with the reference that shares no code. The global batch is the same for
-every layout, so each type needs one reference. `tools/model_types.py` starts the processes and writes the table.
+A cell of the table trains two steps of ragged micro-batches and is compared with the reference that
+shares no code. The result is exact, refused or failed. The global batch is the same for every
+layout, so each type needs one reference. `tools/model_types.py` starts the processes and writes the
+table.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ZeRO 3": {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}},
     }
 )
-"""What is run of each type, on two processes; two micro-batches a step."""
+"""Layouts that each type runs, on two processes with two micro-batches per step."""
 PROCESSES = 2
 STEPS = 2
 _FILE: Mapping[str, Any] = MappingProxyType(
@@ -52,49 +54,60 @@ _FILE: Mapping[str, Any] = MappingProxyType(
     }
 )
 _BUCKET_BYTES = 16384
-"""Several buckets in a small model."""
+"""Size that gives a small model several buckets."""
 
 LATE = "refused in the first step"
-"""How the reason of a refusal begins that came with the first micro-batch."""
+"""Start of the reason if a model is refused at its first micro-batch."""
 
 Outcome = Literal["exact", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Small:
-    """A type made small."""
+    """A model type made small.
+
+    Attributes:
+        tested: The model and its data.
+        lines: Sizes that were reduced, and parts that are omitted.
+        split: Share of the parameters that tensor parallelism splits, or 0 without a plan.
+    """
 
     tested: TestedModel
     lines: tuple[str, ...]
-    """What was made small, and what is left out."""
     split: float
-    """Share of its parameters that tensor parallelism splits; 0 where there is no plan."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one layout of one type came to."""
+    """Result of one layout of one type.
+
+    Attributes:
+        outcome: Kind of result.
+        error: Largest relative error of all compared values.
+        reason: Reason of a refusal or failure.
+    """
 
     outcome: Outcome
     error: float | None = None
-    """Largest relative error of all compared values."""
     reason: str = ""
-    """Why it was refused, or what went wrong."""
 
 
 class CellFailed(Exception):
-    """One rank gave up in a step, where others may wait for it; the message is the reason."""
+    """A rank failed in a step while others may wait for it. The message is the reason."""
 
 
 def model_types():
-    """All that `AutoModelForCausalLM` builds, by name."""
+    """Return the names of all types that `AutoModelForCausalLM` builds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
 def make_small(name):
-    """The small version of a type, one for all layouts. Raises what building it raises."""
+    """Return the small version of a type, which is the same for all layouts.
+
+    Errors of its construction are raised.
+    """
     config = load({**_FILE, "model": {"config": {"model_type": name}}})
     choice = choose(config, None, layout=Layout(pp=2, dp_shard=2, tp=2))
     model = build(choice.tested, dtype=torch.float64).model
@@ -107,13 +120,12 @@ def _split_share(model):
     except PlaitError:
         return 0.0
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return sum(size for name, size in sizes.items() if plan.dims[name] is not None) / max(
-        sum(sizes.values()), 1
-    )
+    split = sum(size for name, size in sizes.items() if plan.dims[name] is not None)
+    return split / max(sum(sizes.values()), 1)
 
 
 def planned(tested, layout):
-    """The comparison of one cell."""
+    """Return the comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
     buckets = resolved.data_parallel.model_copy(
         update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False}
@@ -126,7 +138,11 @@ def planned(tested, layout):
 
 
 def run_cell(rank, world, tested, layout):
-    """Collective over the two processes of the default group; rank 0 compares. Raises CellFailed for an error in a step."""
+    """Run one cell, and compare it on rank 0. Collective over two processes.
+
+    Raises:
+        CellFailed: A step raised an error.
+    """
     plan = planned(tested, layout)
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype, rank=rank)
@@ -141,51 +157,45 @@ def run_cell(rank, world, tested, layout):
             )
         except PlaitError as error:
             return Cell("refused", reason=str(error))
-        except Exception as error:  # whatever a model's or torch's code raises
+        except Exception as error:  # models of Transformers raise errors of any type
             return Cell("failed", reason=f"in building: {_described(error)}")
         try:
-            found = engine_trace(engine, plan.data(built))
+            trace = engine_trace(engine, plan.data(built))
         except Exception as error:
             where = LATE if isinstance(error, PlaitError) else "in training"
             raise CellFailed(f"{where}: {_described(error)}") from error
         finally:
             engine.close()
-    return _compared(plan, found) if rank == 0 else Cell("exact")
+    return _compared(plan, trace) if rank == 0 else Cell("exact")
 
 
 def _described(error):
-    lines = str(error).splitlines()
-    text = (
-        str(error)
-        if isinstance(error, PlaitError)
-        else f"{type(error).__name__}: {lines[0] if lines else ''}"
-    )
-    return (
-        f"{text} <- {type(error.__cause__).__name__}: {error.__cause__}"
-        if error.__cause__
-        else text
-    )
+    if isinstance(error, PlaitError):
+        text = str(error)
+    else:
+        first_line = str(error).partition("\n")[0]
+        text = f"{type(error).__name__}: {first_line}"
+    cause = error.__cause__
+    return f"{text} <- {type(cause).__name__}: {cause}" if cause else text
 
 
-def _compared(plan, found):
-    reference = _reference(plan.tested)
-    largest = worst(compare(reference, found))
+def _compared(plan, trace):
+    largest = worst(compare(_reference(plan.tested), trace))
     bar = EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     if largest.ok(bar):
         return Cell("exact", largest.error)
-    return Cell(
-        "failed", largest.error, f"{largest.name}: error {largest.error:.1e}, allowed {bar:.0e}"
-    )
+    reason = f"{largest.name}: error {largest.error:.1e}, allowed {bar:.0e}"
+    return Cell("failed", largest.error, reason)
 
 
-_KEPT: list[tuple[TestedModel, Trace]] = []
-"""The last reference, for the next layout of the same type."""
+_LAST_REFERENCE: list[tuple[TestedModel, Trace]] = []
+"""Reference of the previous cell, for the next layout of the same type."""
 
 
 def _reference(tested):
-    """One process, from the weights that it would draw."""
-    if _KEPT and _KEPT[0][0] == tested:
-        return _KEPT[0][1]
+    """Return the trace of one process, with the weights that it draws."""
+    if _LAST_REFERENCE and _LAST_REFERENCE[0][0] == tested:
+        return _LAST_REFERENCE[0][1]
     plan = planned(tested, next(iter(LAYOUTS)))
     model = initialise_weights(
         plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=plan.resolved.seed
@@ -193,5 +203,5 @@ def _reference(tested):
     drawn = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trace, unchecked = second_trace(plan, Trace((), (), (), {}, initial=drawn))
     assert trace is not None and not unchecked
-    _KEPT[:] = [(tested, replace(trace, initial=drawn))]
-    return _KEPT[0][1]
+    _LAST_REFERENCE[:] = [(tested, replace(trace, initial=drawn))]
+    return _LAST_REFERENCE[0][1]

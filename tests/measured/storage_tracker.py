@@ -1,4 +1,4 @@
-"""torch's own count of memory."""
+"""Peak memory as torch's memory tracker counts it."""
 
 from torch._guards import active_fake_mode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -6,8 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StorageTracker(MemTracker):
-    """torch's memory tracker without its tables by module, which refuse a module that runs for several micro-batches. Storages, resizes and
-    the peak are counted by torch's own code."""
+    """torch's memory tracker without its tables by module.
+
+    The tables refuse a module that runs for several micro-batches. Storages, resizes and the peak
+    are counted by torch's code.
+    """
 
     def __enter__(self):
         self._fake_mode_on_entry = active_fake_mode()
@@ -20,7 +23,7 @@ class StorageTracker(MemTracker):
         self._restore_resize()
 
     def peak_bytes(self, device_type):
-        """The most at once on devices of a type."""
+        """Return the peak on devices of a type."""
         return max(
             int(snapshot["Total"])
             for device, snapshot in self._peak_mem_snap.items()

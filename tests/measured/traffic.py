@@ -1,7 +1,7 @@
-"""Bytes on the wire, counted where they leave: every collective that torch dispatches on this rank, by kind.
+"""Bytes on the wire by kind of collective, counted as torch dispatches them on this rank.
 
-A ring moves 2 (n-1)/n of a tensor for an all-reduce and (n-1)/n for the others; that is what is counted, whatever algorithm the backend
-takes. Works on any backend, the fake one included.
+The count is that of a ring, whatever algorithm the backend uses: 2 (n-1)/n of a tensor for an
+all-reduce and (n-1)/n for the others. It works on any backend, including the fake one.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from plait.comm.record import Call, call_of
 
 @dataclass
 class Traffic:
-    """What a block of code sent: `with count_traffic() as traffic: ...`."""
+    """Collectives of a block of code: `with count_traffic() as traffic: ...`."""
 
     calls: list[Call] = field(default_factory=list)
 
     def bytes(self):
-        """Kind to bytes sent by this rank. All-to-all is counted as the reduce-scatter that it carries out."""
+        """Return the bytes that this rank sent, by kind.
+
+        An all-to-all counts as the reduce-scatter that it implements.
+        """
         sums: Counter[str] = Counter()
         for call in self.calls:
-            sums["reduce_scatter" if call.kind == "all_to_all" else call.kind] += round(
-                call.wire_bytes
-            )
+            kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind
+            sums[kind] += round(call.wire_bytes)
         return dict(sums)
 
     def dtypes(self, kind):
-        """The dtypes that collectives of a kind were called with."""
+        """Return the dtypes of the tensors that collectives of a kind moved."""
         kinds = ("reduce_scatter", "all_to_all") if kind == "reduce_scatter" else (kind,)
         return {call.dtype for call in self.calls if call.kind in kinds}
 
@@ -48,7 +50,7 @@ class count_traffic(TorchDispatchMode):
         return self.traffic
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Note collectives, run everything as it is. DTensor first turns its operators into plain ones."""
+        # DTensor dispatches its operators again on plain tensors, which are counted then.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         call = call_of(func, args)

@@ -302,12 +302,9 @@ class HalfUsedNet(Net):
 
 
 def output_that_no_loss_uses(run):
-    """One of two outputs is used in every step."""
+    """The loss uses one of two outputs."""
     call = run.start(build(HalfUsedNet))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank))[0].square().mean())
-        run.step()
+    run.train(lambda step, rank: call(inputs(step, rank))[0].square().mean())
 
 
 def backward_of_some_parameters(run):
@@ -345,13 +342,10 @@ def per_sample_gradients_in_the_loss(run):
     """The loss maps a function over samples with `vmap`."""
     call = run.start(build(Net))
 
-    def one(logits):
+    def sample_loss(logits):
         return torch.logsumexp(logits, -1) - logits[0]
 
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(torch.func.vmap(one)(call(inputs(step, rank))).mean())
-        run.step()
+    run.train(lambda step, rank: torch.func.vmap(sample_loss)(call(inputs(step, rank))).mean())
 
 
 def loss_reads_weights(run):
@@ -431,7 +425,7 @@ class HookedLayer(Layer):
 def hooks_on_activations(run):
     """Hooks on outputs of blocks, and full backward hooks on the blocks."""
     model = build(Net, HookedLayer)
-    model.blocks[1].register_full_backward_hook(lambda m, given, came: (given[0] * 2,))
+    model.blocks[1].register_full_backward_hook(lambda m, incoming, outgoing: (incoming[0] * 2,))
     train(run, model)
 
 
@@ -474,7 +468,8 @@ def tangents_of_the_forward(run):
     call = run.start(build(Net))
     for step in range(STEPS):
         for rank in run.each_rank():
-            sample, direction = inputs(step, rank), inputs(step, rank, micro=1)
+            sample = inputs(step, rank)
+            direction = inputs(step, rank, micro=1)
             output, slope = torch.func.jvp(call, (sample,), (direction,))
             run.backward((output - slope.detach()).square().mean() + slope.square().mean())
         run.step()
@@ -497,10 +492,7 @@ def hooks_on_gradients_of_modules(run):
     model.blocks[2].register_full_backward_hook(halve)
     model.blocks[1].register_full_backward_pre_hook(lambda module, outgoing: (outgoing[0] * 2,))
     call = run.start(model)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank)).square().mean())
-        run.step()
+    run.train(lambda step, rank: call(inputs(step, rank)).square().mean())
 
 
 class Wrapped:

@@ -182,7 +182,7 @@ def on_accelerate(dp, loop, *case):
 
 
 def on_plaits_accelerator(rank, world, loop, *case):
-    """The loop with Plait's Accelerator. Runs in a worker."""
+    """The loop with Plait's Accelerator. Runs on every rank."""
     with trainers.launched(rank, world):
         try:
             return LOOPS[loop](world, *case)
@@ -211,7 +211,7 @@ def rates_after_metrics(accelerator):
 
 
 def rates_on_plait(rank, world):
-    """The rates with Plait's Accelerator. Runs in a worker."""
+    """The rates with Plait's Accelerator. Runs on every rank."""
     with trainers.launched(rank, world):
         return rates_after_metrics(
             accelerator_of(world, 1, {}, {"zero_optimization": {"stage": 2}})
@@ -225,7 +225,7 @@ def rates_on_accelerate():
 
 
 def optimizer_prepared_alone(rank, world):
-    """The model is left out of `prepare`. Runs in a worker."""
+    """The model is left out of `prepare`. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
 
@@ -239,7 +239,7 @@ def optimizer_prepared_alone(rank, world):
 
 
 def scale_after_loading(rank, world, folder):
-    """Loss scales of a run in float16, and of its continuation. Runs in a worker."""
+    """Loss scales of a run in float16, and of its continuation. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Accelerator
 
@@ -265,19 +265,25 @@ def scale_after_loading(rank, world, folder):
             return scales
 
         accelerator, model, optimizer, batches = prepared()
-        some = [batch for _, batch in zip(range(5), batches, strict=False)]
-        steps(accelerator, model, optimizer, [dict(batch) for batch in some[:3]])
+        micro_batches = [batch for _, batch in zip(range(5), batches, strict=False)]
+        steps(accelerator, model, optimizer, [dict(batch) for batch in micro_batches[:3]])
         accelerator.save_state(folder)
         scale = float(accelerator.engine.sharded.loss_scale)
-        wanted = [scale, *steps(accelerator, model, optimizer, [dict(b) for b in some[3:]])]
+        expected = [
+            scale,
+            *steps(accelerator, model, optimizer, [dict(b) for b in micro_batches[3:]]),
+        ]
         accelerator.free_memory()
     with trainers.launched(rank, world):
         accelerator, model, optimizer, _ = prepared()
         accelerator.load_state(folder)
         scale = float(accelerator.engine.sharded.loss_scale)
-        found = [scale, *steps(accelerator, model, optimizer, [dict(b) for b in some[3:]])]
+        actual = [
+            scale,
+            *steps(accelerator, model, optimizer, [dict(b) for b in micro_batches[3:]]),
+        ]
         accelerator.free_memory()
-        return wanted, found
+        return expected, actual
 
 
 # The Trainer
@@ -352,35 +358,35 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def trainer_run(kinds, folder, made, settings):
+def trainer_run(kinds, folder, model, settings):
     """Train, evaluate and save, with checkpoints where the settings ask for them."""
     trainer_kind, arguments_kind = kinds
-    options = {"made": MODELS[made], "dtype": DTYPE, **settings}
+    options = {"made": MODELS[model], "dtype": DTYPE, **settings}
     result = trainers.run(trainer_kind, arguments_kind, folder, **options)
     result["checkpoints"] = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     return result
 
 
-def on_transformers(made, settings):
+def on_transformers(model, settings):
     """The run with Transformers in one process."""
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return trainer_run((Trainer, TrainingArguments), folder, made, settings)
+        return trainer_run((Trainer, TrainingArguments), folder, model, settings)
 
 
-def on_plaits_trainer(rank, world, folder, made, settings):
-    """The run with Plait's Trainer. Runs in a worker."""
+def on_plaits_trainer(rank, world, folder, model, settings):
+    """The run with Plait's Trainer. Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        return trainer_run((Trainer, TrainingArguments), folder, made, settings)
+        return trainer_run((Trainer, TrainingArguments), folder, model, settings)
 
 
-def message_of_plaits_trainer(rank, world, folder, made, settings):
-    """What the run with Plait's Trainer is refused with. Runs in a worker."""
+def message_of_plaits_trainer(rank, world, folder, model, settings):
+    """Return the error of a run with Plait's Trainer. Runs on every rank."""
     try:
-        on_plaits_trainer(rank, world, folder, made, settings)
+        on_plaits_trainer(rank, world, folder, model, settings)
     except PlaitError as error:
         return str(error)
     return ""

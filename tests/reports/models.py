@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-FEATURES, WIDTH, CLASSES = 4, 6, 3
+FEATURES = 4
+WIDTH = 6
+CLASSES = 3
 
 
 class Layer(nn.Module):
@@ -41,7 +43,7 @@ class Net(nn.Module):
 def build(kind, *args, **fields):
     """A model with the same float64 weights on every call."""
     torch.manual_seed(7)
-    # What a constructor computes, as `spectral_norm` does, would differ in float32 from call to call.
+    # Constructors that compute, such as `spectral_norm`, differ in float32 from call to call.
     torch.set_default_dtype(torch.float64)
     try:
         return kind(*args, **fields).to(torch.float64)

@@ -178,10 +178,7 @@ class RenormedNet(nn.Module):
 def embedding_with_max_norm(run):
     """`nn.Embedding(max_norm=...)` writes to its weight in the forward."""
     call = run.start(build(RenormedNet))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(tokens(step, rank, 11)).square().mean())
-        run.step()
+    run.train(lambda step, rank: call(tokens(step, rank, 11)).square().mean())
 
 
 class SparseNet(RenormedNet):
@@ -199,10 +196,7 @@ def embedding_with_sparse_gradients(run):
         return torch.optim.SGD(parameters, lr=0.05)
 
     call = run.start(build(SparseNet), plain_sgd)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(call(tokens(step, rank, 11)).square().mean())
-        run.step()
+    run.train(lambda step, rank: call(tokens(step, rank, 11)).square().mean())
 
 
 class RecurrentLayer(nn.Module):
@@ -394,10 +388,7 @@ def methods_other_than_forward(run):
         for rank in run.each_rank():
             with torch.no_grad():
                 run.note(run.module.features(inputs(step, rank, micro=1)))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(run.module.loss_of(inputs(step, rank)))
-        run.step()
+    run.train(lambda step, rank: run.module.loss_of(inputs(step, rank)))
 
 
 class AttentionLayer(nn.TransformerEncoderLayer):
@@ -542,9 +533,9 @@ def statistics_of_weights(run):
             run.backward(call(inputs(step, rank, width=5)).square().mean())
         for parameter in run.module.parameters():
             for tensor in (parameter.detach(), parameter.grad.detach()):
-                found = [tensor.mean(), tensor.std(), tensor.abs().max(), tensor.min()]
-                found += [tensor.norm(), tensor.norm(1), (tensor > 0).sum(), tensor.var()]
-                run.note([float(plain(number)) for number in found], everywhere=True)
+                statistics = [tensor.mean(), tensor.std(), tensor.abs().max(), tensor.min()]
+                statistics += [tensor.norm(), tensor.norm(1), (tensor > 0).sum(), tensor.var()]
+                run.note([float(plain(number)) for number in statistics], everywhere=True)
         run.step()
 
 

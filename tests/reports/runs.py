@@ -99,8 +99,15 @@ class Run:
         """Surround a micro-batch that is not its step's last."""
         yield
 
+    def train(self, loss, steps=3):
+        """Run steps of one micro-batch. `loss(step, rank)` returns the loss of a rank."""
+        for step in range(steps):
+            for rank in self.each_rank():
+                self.backward(loss(step, rank))
+            self.step()
+
     def backward(self, loss, **options):
-        """Backward of the mean loss of a micro-batch."""
+        """Run the backward of the mean loss of a micro-batch."""
         self.result.losses[self.rank].append(float(loss.detach()))
         self._backward(loss, **options)
 
@@ -225,10 +232,7 @@ class EngineRun(RankRun):
 def train(run, model, *, optimizer=adamw, rows=4, clipping=0.0):
     """Three steps of a model that maps features to logits."""
     call = run.start(model, optimizer, clipping=clipping)
-    for step in range(3):
-        for rank in run.each_rank():
-            run.backward(call(inputs(step, rank, rows=rows)).square().mean())
-        run.step()
+    run.train(lambda step, rank: call(inputs(step, rank, rows=rows)).square().mean())
 
 
 Situation = Callable[[Run], None]
@@ -243,7 +247,7 @@ def in_one_process(situation, world):
 
 
 def on_a_rank(rank, world, situation, mode, stage, parallel, zero=None):
-    """Run the situation on a layout. Runs in a worker.
+    """Run the situation on a layout. Runs on every rank.
 
     Returns:
         The numbers, or the message of an error of Plait's.
@@ -258,37 +262,43 @@ def on_a_rank(rank, world, situation, mode, stage, parallel, zero=None):
     return run.result
 
 
-def differences(wanted, result, rank, tolerance):
-    """What differs in a rank's result from the plain run."""
+def differences(expected, actual, rank, tolerance):
+    """Return the differences between a rank's result and the plain run."""
     lines = []
-    if len(wanted.weights) != len(result.weights):
-        lines.append(f"{len(result.weights)} records of weights for {len(wanted.weights)}")
-    for step, (ours, theirs) in enumerate(zip(wanted.weights, result.weights, strict=False)):
-        if ours.keys() != theirs.keys():
-            lines.append(f"step {step}: other parameters {sorted(ours.keys() ^ theirs.keys())}")
+    if len(expected.weights) != len(actual.weights):
+        lines.append(f"{len(actual.weights)} records of weights for {len(expected.weights)}")
+    for step, weights in enumerate(zip(expected.weights, actual.weights, strict=False)):
+        expected_weights, actual_weights = weights
+        different_names = expected_weights.keys() ^ actual_weights.keys()
+        if different_names:
+            lines.append(f"step {step}: other parameters {sorted(different_names)}")
             continue
-        for name, tensor in ours.items():
-            error = _error(tensor, theirs[name])
+        for name, tensor in expected_weights.items():
+            error = _error(tensor, actual_weights[name])
             if not error <= tolerance:
                 lines.append(f"step {step}: {name} is {error:.2e} off")
     for kind in ("losses", "notes"):
-        ours, theirs = getattr(wanted, kind)[rank], getattr(result, kind)[rank]
-        if len(ours) != len(theirs):
-            lines.append(f"{len(theirs)} {kind} for {len(ours)}")
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            error = _error(recorded(one), recorded(other))
+        expected_values = getattr(expected, kind)[rank]
+        actual_values = getattr(actual, kind)[rank]
+        if len(expected_values) != len(actual_values):
+            lines.append(f"{len(actual_values)} {kind} for {len(expected_values)}")
+        for index, (expected_value, actual_value) in enumerate(
+            zip(expected_values, actual_values, strict=False)
+        ):
+            error = _error(recorded(expected_value), recorded(actual_value))
             if not error <= tolerance:
                 lines.append(f"{kind}[{index}] is {error:.2e} off")
     return lines
 
 
-def _error(wanted, found):
+def _error(expected, actual):
     """The largest difference, relative to the largest value or 1e-2."""
-    if wanted.shape != found.shape:
+    if expected.shape != actual.shape:
         return float("inf")
-    if torch.equal(wanted, found):  # also without elements, and infinities
+    if torch.equal(expected, actual):  # also without elements, and infinities
         return 0.0
-    if not wanted.is_complex():
-        wanted, found = wanted.double(), found.double()
-    largest = max(float(wanted.abs().max()), 1e-2)
-    return float((wanted - found).abs().max()) / largest
+    if not expected.is_complex():
+        expected = expected.double()
+        actual = actual.double()
+    largest = max(float(expected.abs().max()), 1e-2)
+    return float((expected - actual).abs().max()) / largest

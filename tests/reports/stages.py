@@ -14,7 +14,9 @@ from plait.verify.parity import engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
 
-WIDTH, LAYERS, STEPS = 12, 8, 2
+WIDTH = 12
+LAYERS = 8
+STEPS = 2
 
 
 class Chunks(cases.Block):
@@ -283,7 +285,7 @@ def steps_of(kind, micro_batches):
     if kind != "ignored inputs":
         return plan
     return [
-        [{**piece, "side": (at + s) % 2 == 1} for at, piece in enumerate(step)]
+        [{**micro_batch, "side": (at + s) % 2 == 1} for at, micro_batch in enumerate(step)]
         for s, step in enumerate(plan)
     ]
 
@@ -296,7 +298,7 @@ def micro_batches(config):
 
 
 def train(rank, world, kind, config, evaluate):
-    """Train on a layout. Runs in a worker.
+    """Train on a layout. Runs on every rank.
 
     Returns:
         The trace on rank 0, or the message of an error of Plait's.
@@ -335,7 +337,7 @@ def frozen_llama(frozen, *, tied=False):
 
 
 def train_family(rank, world, frozen, tied, config):
-    """Train a model of Transformers on a layout. Runs in a worker."""
+    """Train a model of Transformers on a layout. Runs on every rank."""
     model = frozen_llama(frozen, tied=tied)
     with keeping_float64(model):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -60,10 +61,7 @@ def many_groups_of_adam(run):
         return torch.optim.Adam(groups, betas=(0.5, 0.7))
 
     call = run.start(build(Net), grouped)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(loss_of(call, step, rank))
-        run.step()
+    run.train(partial(loss_of, call))
 
 
 def groups_of(parameters):
@@ -75,7 +73,7 @@ def groups_of(parameters):
 
 
 def resumed_with_groups(rank, world, stage, folder):
-    """Four steps, of which the last two are another engine's. Runs in a worker."""
+    """Four steps, of which the last two are another engine's. Runs on every rank."""
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
     for part in range(2):
         model = build(Net)
@@ -93,7 +91,7 @@ def resumed_with_groups(rank, world, stage, folder):
 
 
 def uninterrupted_with_groups(world):
-    """The same steps in one process."""
+    """Run the same steps in one process."""
     model = build(Net)
     optimizer = groups_of(list(model.parameters()))
     for step in range(4):
@@ -105,7 +103,7 @@ def uninterrupted_with_groups(world):
 
 
 def static_graph(rank, world):
-    """Torch's wrapper with a static graph, by its import from Plait. Runs in a worker."""
+    """Torch's wrapper with a static graph, by its import from Plait. Runs on every rank."""
     from plait.compat.torch import DistributedDataParallel
 
     model = build(Net)
@@ -187,10 +185,7 @@ class LayerWise(torch.optim.Optimizer):
 def layer_wise_optimizer(run):
     """An optimizer that reads norms of whole tensors."""
     call = run.start(build(Net), lambda parameters: LayerWise(parameters, 0.05))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(loss_of(call, step, rank))
-        run.step()
+    run.train(partial(loss_of, call))
 
 
 def own_clipping(run):
@@ -258,10 +253,10 @@ def gradients_combined_by_the_loop(run):
                 run.backward(loss_of(call, step, rank, micro))
             gradients.append([p.grad.clone() for p in parameters])
             run.optimizer.zero_grad()
-        for parameter, one, other in zip(parameters, *gradients, strict=True):
-            product = (plain(one) * plain(other)).sum()
-            share = float(product / plain(other).square().sum().clamp(min=1e-12))
-            parameter.grad = one - other * min(share, 0.0) + other
+        for parameter, first, second in zip(parameters, *gradients, strict=True):
+            product = (plain(first) * plain(second)).sum()
+            share = float(product / plain(second).square().sum().clamp(min=1e-12))
+            parameter.grad = first - second * min(share, 0.0) + second
         run.step()
 
 
@@ -351,9 +346,9 @@ def weights_loaded_between_steps(run):
         run.step()
         if step % 2:
             with torch.no_grad():
-                for parameter, kept in zip(run.module.parameters(), slow, strict=True):
-                    kept.lerp_(parameter, 0.5)
-                    parameter.copy_(kept)
+                for parameter, average in zip(run.module.parameters(), slow, strict=True):
+                    average.lerp_(parameter, 0.5)
+                    parameter.copy_(average)
 
 
 def weights_reloaded(run):
@@ -373,10 +368,7 @@ def optimizer_built_before_sharding(run):
     model = build(Net)
     optimizer = adamw(list(model.parameters()))
     call = run.start(model, lambda parameters: optimizer)
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(loss_of(call, step, rank))
-        run.step()
+    run.train(partial(loss_of, call))
 
 
 def three_backwards_per_step(run):
@@ -402,7 +394,7 @@ def weights_reloaded_in_bfloat16(run):
 
 
 class Interrupted(Exception):
-    """What a loop catches before it takes the next batch."""
+    """An error that a loop catches before it takes the next batch."""
 
 
 def raise_interrupted(_gradient):
@@ -476,7 +468,7 @@ def first_backward_fails(run):
 
 
 def evaluation_after_failed_backward(run):
-    """After a failed backward the loop evaluates, and then takes the next batch."""
+    """The loop evaluates after a failed backward, and then takes the next batch."""
     skip_step_of_failed_backward(run, (1, 1), evaluate=True)
 
 
@@ -563,10 +555,7 @@ def closure_of_lbfgs(run):
 def factored_optimizer(run):
     """Adafactor keeps means over rows and columns."""
     call = run.start(build(Net), lambda ps: torch.optim.Adafactor(ps, lr=1e-2))
-    for step in range(STEPS):
-        for rank in run.each_rank():
-            run.backward(loss_of(call, step, rank))
-        run.step()
+    run.train(partial(loss_of, call))
 
 
 def gradients_zeroed_in_place(run):
@@ -599,7 +588,7 @@ class CountingLayer(Layer):
 
 
 def resumed_with_extra_state(rank, world, stage, folder):
-    """Weights of four steps, the last two after a checkpoint was loaded. Runs in a worker."""
+    """Weights of four steps, the last two after a checkpoint was loaded. Runs on every rank."""
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
 
     def steps(engine, first):
@@ -611,10 +600,10 @@ def resumed_with_extra_state(rank, world, stage, folder):
     engine = plait.initialize(build(Net, CountingLayer), config, optimizer=adamw)
     steps(engine, 0)
     engine.save_checkpoint(folder)
-    wanted = steps(engine, 2)
+    expected = steps(engine, 2)
     engine.close()
     engine = plait.initialize(build(Net, CountingLayer), config, optimizer=adamw)
     engine.load_checkpoint(folder)
-    found = steps(engine, 2)
+    actual = steps(engine, 2)
     engine.close()
-    return wanted, found
+    return expected, actual

@@ -63,7 +63,7 @@ class Case:
 
 
 def on(layouts, text):
-    """The same text for some layouts."""
+    """Return the same text for some layouts."""
     return dict.fromkeys(layouts, text)
 
 
@@ -137,7 +137,7 @@ CASES = [
         parameters.first_and_last_layer_shared,
         refused=on(
             SHARDED,
-            "put both modules into one module whose forward runs both, and name it in parallel.blocks",
+            "put both modules into one module whose forward runs both, and name it in",
         ),
     ),
     Case(
@@ -282,20 +282,20 @@ CASES = [
 
 def runs():
     """Every case on every one of its layouts. Most are marked proof."""
-    rows = [(case, layout) for case in CASES for layout in case.layouts]
-    covered = cover(rows, features=features, cost=cost, name=named)
-    found = []
-    for parameters_of in covered:
-        case, layout = parameters_of.values
-        marks = [*parameters_of.marks]
+    all_rows = [(case, layout) for case in CASES for layout in case.layouts]
+    rows = cover(all_rows, features=features, cost=cost, name=named)
+    parameters = []
+    for row in rows:
+        case, layout = row.values
+        marks = [*row.marks]
         if layout in case.defects:
             marks.append(pytest.mark.xfail(strict=True, reason=case.defects[layout]))
-        found.append(pytest.param(case, layout, id=parameters_of.id, marks=marks))
-    return found
+        parameters.append(pytest.param(case, layout, id=row.id, marks=marks))
+    return parameters
 
 
 def features(case, layout):
-    """What has to meet in the tests that always run."""
+    """Return the settings that have to meet in the tests that always run."""
     mode, stage, *transport = layout.split("-")
     return mode, stage, str(transport), case.situation.__module__
 
@@ -320,16 +320,16 @@ def test_report(pool, case, layout):
     mode, stage, *transport = layout.split("-")
     parallel = {**case.parallel, **({"transport": "torch"} if transport else {})}
     arguments = (case.situation, mode, int(stage), parallel)
-    found = pool.run(case.world, on_a_rank, *arguments, timeout=60)
-    words = case.refused.get(layout, case.refused.get("*"))
-    if words:
-        assert all(isinstance(answer, str) and words in answer for answer in found), found[0]
+    actual = pool.run(case.world, on_a_rank, *arguments, timeout=60)
+    message = case.refused.get(layout, case.refused.get("*"))
+    if message:
+        assert all(isinstance(answer, str) and message in answer for answer in actual), actual[0]
         return
-    wanted = plainly(case.situation, case.world)
+    expected = plainly(case.situation, case.world)
     lines = []
-    for rank, answer in enumerate(found):
+    for rank, answer in enumerate(actual):
         assert isinstance(answer, Result), answer
-        lines += differences(wanted, answer, rank, case.tolerance)
+        lines += differences(expected, answer, rank, case.tolerance)
     assert not lines, "\n".join(lines[:8])
 
 
@@ -338,17 +338,17 @@ def test_report(pool, case, layout):
 )
 def test_report_fairscale_601(pool, tmp_path, stage):
     """A run of several parameter groups goes on from its checkpoint."""
-    wanted = steps.uninterrupted_with_groups(2)
-    for found in pool.run(2, steps.resumed_with_groups, stage, str(tmp_path), timeout=60):
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    expected = steps.uninterrupted_with_groups(2)
+    for actual in pool.run(2, steps.resumed_with_groups, stage, str(tmp_path), timeout=60):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-12)
 
 
 def test_report_pytorch_187732(pool):
     """`DistributedDataParallel(static_graph=True)` with `no_sync` reduces every step."""
-    wanted = plainly(steps.accumulated_twice, 2)
-    for found in pool.run(2, steps.static_graph, timeout=60):
-        for ours, theirs in zip(wanted.weights, found, strict=True):
+    expected = plainly(steps.accumulated_twice, 2)
+    for actual in pool.run(2, steps.static_graph, timeout=60):
+        for ours, theirs in zip(expected.weights, actual, strict=True):
             for name, tensor in ours.items():
                 torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-12)
 
@@ -356,6 +356,6 @@ def test_report_pytorch_187732(pool):
 @pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.proof) for s in (0, 2))])
 def test_report_transformerengine_1860(pool, tmp_path, stage):
     """State that a module keeps by `get_extra_state` goes on from a checkpoint."""
-    for wanted, found in pool.run(2, steps.resumed_with_extra_state, stage, str(tmp_path)):
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    for expected, actual in pool.run(2, steps.resumed_with_extra_state, stage, str(tmp_path)):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-12)

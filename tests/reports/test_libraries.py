@@ -64,7 +64,7 @@ class TrainerCase:
 
     report: str
     settings: dict[str, Any]
-    made: str = "llama"
+    model: str = "llama"
     alone: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, ...] = ("zero2", "zero3", "pp2", "tp2")
 
@@ -148,24 +148,24 @@ def trainer_runs():
 def test_report_of_accelerate(pool, case, stage):
     """Updates, samples and weights are those of Accelerate in one process."""
     arguments = (case.loop, case.loader, case.accumulation, case.epochs, case.arguments)
-    found = pool.run(2, libraries.on_plaits_accelerator, *arguments, zero(stage), timeout=90)
+    actual = pool.run(2, libraries.on_plaits_accelerator, *arguments, zero(stage), timeout=90)
     if case.refused:
-        assert all(isinstance(a, str) and case.refused in a for a in found), found
+        assert all(isinstance(a, str) and case.refused in a for a in actual), actual
         return
-    wanted = libraries.on_accelerate(2, *arguments)
-    assert isinstance(found[0], dict), found[0]
-    assert found[0]["updates"] == wanted["updates"]
-    assert found[0]["seen"] == wanted["seen"]
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found[0]["weights"][name], tensor, rtol=1e-9, atol=1e-11)
+    expected = libraries.on_accelerate(2, *arguments)
+    assert isinstance(actual[0], dict), actual[0]
+    assert actual[0]["updates"] == expected["updates"]
+    assert actual[0]["seen"] == expected["seen"]
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(actual[0]["weights"][name], tensor, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.proof
 def test_report_accelerate_2316(pool):
     """Samples that do not fill a round are seen once."""
     arguments = ("plain", "odd", 2, 1, {}, zero(3))
-    for found in pool.run(2, libraries.on_plaits_accelerator, *arguments, timeout=90):
-        assert found["seen"] == list(range(21))
+    for actual in pool.run(2, libraries.on_plaits_accelerator, *arguments, timeout=90):
+        assert actual["seen"] == list(range(21))
 
 
 @pytest.mark.proof
@@ -177,10 +177,10 @@ def test_report_accelerate_3256(pool):
 
 def test_report_accelerate_3797(pool):
     """A schedule that follows a metric counts each value once, whatever the number of ranks."""
-    wanted = libraries.rates_on_accelerate()
-    assert min(wanted) < max(wanted)
-    for found in pool.run(2, libraries.rates_on_plait, timeout=90):
-        assert found == wanted
+    expected = libraries.rates_on_accelerate()
+    assert min(expected) < max(expected)
+    for actual in pool.run(2, libraries.rates_on_plait, timeout=90):
+        assert actual == expected
 
 
 def test_report_peft_432_zero3(pool, tmp_path):
@@ -204,30 +204,30 @@ def test_report_peft_869_where_ranks_have_parts():
 
 def test_report_accelerate_4289(pool, tmp_path):
     """Loading leaves the loss scale and its counter as they were saved."""
-    for wanted, found in pool.run(2, libraries.scale_after_loading, str(tmp_path), timeout=90):
-        assert found == wanted
-        assert len(set(wanted)) > 1
+    for expected, actual in pool.run(2, libraries.scale_after_loading, str(tmp_path), timeout=90):
+        assert actual == expected
+        assert len(set(expected)) > 1
 
 
 @pytest.mark.parametrize(("case", "layout"), trainer_runs())
 def test_report_of_the_trainer(pool, tmp_path, case, layout):
     """Losses, norms, rates, epochs, checkpoints and saved weights are those of Transformers."""
-    if case.made not in ("llama", "without items"):
+    if case.model not in ("llama", "without items"):
         pytest.importorskip("peft")
     dp, config = CONFIGS[layout]
     settings = {**case.settings, "deepspeed": config}
     steps = case.settings.get("gradient_accumulation_steps", 2)
     alone = {**case.settings, "gradient_accumulation_steps": steps * dp, **case.alone}
-    arguments = (str(tmp_path), case.made, settings)
-    found = pool.run(2, libraries.on_plaits_trainer, *arguments, timeout=120)[0]
-    wanted = libraries.on_transformers(case.made, alone)
-    assert found["steps"] == wanted["steps"]
-    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)  # logged in float32
+    arguments = (str(tmp_path), case.model, settings)
+    actual = pool.run(2, libraries.on_plaits_trainer, *arguments, timeout=120)[0]
+    expected = libraries.on_transformers(case.model, alone)
+    assert actual["steps"] == expected["steps"]
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-6)  # logged in float32
     for key in ("grad_norm", "learning_rate"):
-        assert found[key] == pytest.approx(wanted[key], rel=TOLERANCE), key
-    assert found["epoch"][-1] == pytest.approx(wanted["epoch"][-1])
-    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=TOLERANCE)
-    assert found["checkpoints"] == wanted["checkpoints"]
-    assert sorted(found["weights"]) == sorted(wanted["weights"])
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+        assert actual[key] == pytest.approx(expected[key], rel=TOLERANCE), key
+    assert actual["epoch"][-1] == pytest.approx(expected["epoch"][-1])
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE)
+    assert actual["checkpoints"] == expected["checkpoints"]
+    assert sorted(actual["weights"]) == sorted(expected["weights"])
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], tensor, rtol=TOLERANCE, atol=TOLERANCE)

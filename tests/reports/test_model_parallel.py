@@ -134,13 +134,13 @@ def test_report_of_pipelines(pool, case, schedule):
     """Losses, norms, gradients and weights are those of one process."""
     config = staged(schedule, case.stage, **case.more)
     arguments = (case.kind, config, case.evaluate)
-    found = pool.run(case.world, stages.train, *arguments, timeout=90)
+    actual = pool.run(case.world, stages.train, *arguments, timeout=90)
     if case.refused:
-        assert all(isinstance(a, str) and case.refused in a for a in found), found
+        assert all(isinstance(a, str) and case.refused in a for a in actual), actual
         return
-    assert isinstance(found[0], Trace), found[0]
-    wanted = wanted_of(case.kind, stages.micro_batches(config))
-    difference = worst(compare(with_zeros(wanted), with_zeros(found[0])))
+    assert isinstance(actual[0], Trace), actual[0]
+    expected = wanted_of(case.kind, stages.micro_batches(config))
+    difference = worst(compare(with_zeros(expected), with_zeros(actual[0])))
     assert difference.ok(TOLERANCE), f"{difference.name}: {difference.error}"
 
 
@@ -150,13 +150,13 @@ def test_report_of_tensors(pool, case):
     config = tensor_parallel.settings(1, 1, case.stage, 1, 2)
     config["parallel"] = case.parallel
     arguments = (case.frozen, case.tied, config)
-    found = pool.run(case.world, stages.train_family, *arguments, timeout=90)
+    actual = pool.run(case.world, stages.train_family, *arguments, timeout=90)
     if case.refused:
-        assert all(isinstance(a, str) and case.refused in a for a in found), found
+        assert all(isinstance(a, str) and case.refused in a for a in actual), actual
         return
-    assert isinstance(found[0], Trace), found[0]
-    wanted = stages.family_plainly(case.frozen, case.tied, stages.micro_batches(config))
-    difference = worst(compare(wanted, found[0]))
+    assert isinstance(actual[0], Trace), actual[0]
+    expected = stages.family_plainly(case.frozen, case.tied, stages.micro_batches(config))
+    difference = worst(compare(expected, actual[0]))
     assert difference.ok(TOLERANCE), f"{difference.name}: {difference.error}"
 
 
@@ -166,8 +166,8 @@ def test_report_torchtitan_4332(pool, accumulation):
     """The bias behind a row-wise layer gets its full gradient on every rank."""
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     config = tensor_parallel.settings(2, 2, 0, 1, accumulation, False, plan=plan)
-    found = pool.run(2, stages.train, "rowwise bias", config, False, timeout=90)
-    assert isinstance(found[0], Trace), found[0]
-    wanted = wanted_of("rowwise bias", stages.micro_batches(config))
-    difference = worst(compare(wanted, found[0]))
+    actual = pool.run(2, stages.train, "rowwise bias", config, False, timeout=90)
+    assert isinstance(actual[0], Trace), actual[0]
+    expected = wanted_of("rowwise bias", stages.micro_batches(config))
+    difference = worst(compare(expected, actual[0]))
     assert difference.ok(TOLERANCE), f"{difference.name}: {difference.error}"

@@ -16,12 +16,14 @@ def run(params, steps=12):
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
     spec = SchedulerSpec.model_validate({"type": "OneCycle", "params": params})
     scheduler = build_scheduler(spec, optimizer, total_steps=steps)
-    found = []
+    groups_by_step = []
     for _ in range(steps):
-        found.append([{"lr": g["lr"], "betas": g["betas"]} for g in optimizer.param_groups])
+        groups_by_step.append(
+            [{"lr": g["lr"], "betas": g["betas"]} for g in optimizer.param_groups]
+        )
         optimizer.step()
         scheduler.step()
-    return found
+    return groups_by_step
 
 
 @pytest.mark.xfail(
@@ -43,9 +45,13 @@ def test_report_deepspeed_1497():
 
 def test_report_deepspeed_8201():
     """Bounds may be lists, with a value per parameter group."""
-    found = run({**CYCLE, "cycle_max_lr": [0.1, 0.2], "cycle_min_mom": [0.8, 0.7]})
-    assert [max(g[at]["lr"] for g in found) for at in range(2)] == pytest.approx([0.1, 0.2])
-    assert [min(g[at]["betas"][0] for g in found) for at in range(2)] == pytest.approx([0.8, 0.7])
+    groups_by_step = run({**CYCLE, "cycle_max_lr": [0.1, 0.2], "cycle_min_mom": [0.8, 0.7]})
+    assert [max(g[at]["lr"] for g in groups_by_step) for at in range(2)] == pytest.approx(
+        [0.1, 0.2]
+    )
+    assert [min(g[at]["betas"][0] for g in groups_by_step) for at in range(2)] == pytest.approx(
+        [0.8, 0.7]
+    )
 
 
 @pytest.mark.xfail(
@@ -54,5 +60,5 @@ def test_report_deepspeed_8201():
 )
 def test_report_deepspeed_8589():
     """The momentum decays after the cycle."""
-    found = run({**CYCLE, "decay_mom_rate": 0.01, "decay_step_size": 1})
-    assert found[-1][0]["betas"][0] < 0.9
+    groups_by_step = run({**CYCLE, "decay_mom_rate": 0.01, "decay_step_size": 1})
+    assert groups_by_step[-1][0]["betas"][0] < 0.9

@@ -1,4 +1,7 @@
-"""Accelerate's nlp_example, small: padded batches, a schedule, metrics of 21 samples on two ranks. Imports no Plait."""
+"""Accelerate's nlp_example, small.
+
+Padded batches, a schedule, metrics of 21 samples on two ranks. Imports no Plait.
+"""
 
 import json
 
@@ -16,7 +19,7 @@ from transformers import (
 def rows(count, seed):
     draw = torch.Generator().manual_seed(seed)
     ids = [torch.randint(2, 50, (4 + i % 5,), generator=draw) for i in range(count)]
-    return [{"input_ids": one, "labels": int(one.sum()) % 2} for one in ids]
+    return [{"input_ids": tokens, "labels": int(tokens.sum()) % 2} for tokens in ids]
 
 
 def collate(examples):
@@ -51,7 +54,9 @@ def training_function():
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )
-    losses, counts, hits = [], [], []
+    losses = []
+    counts = []
+    hits = []
     for _ in range(3):
         model.train()
         for batch in train_dataloader:
@@ -70,7 +75,8 @@ def training_function():
             predictions, references = accelerator.gather_for_metrics(
                 (outputs.logits.argmax(dim=-1), batch["labels"])
             )
-            seen, right = seen + len(references), right + (predictions == references).sum().item()
+            seen = seen + len(references)
+            right = right + (predictions == references).sum().item()
         counts.append(seen)
         hits.append(right)
     rates = lr_scheduler.get_last_lr()

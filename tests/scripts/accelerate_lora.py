@@ -1,4 +1,7 @@
-"""LoRA in an Accelerate loop: PEFT's adapters, gather of losses, adapters that are saved by the first process. Imports no Plait."""
+"""LoRA in an Accelerate loop.
+
+PEFT's adapters, gather of losses, adapters that are saved by the first process. Imports no Plait.
+"""
 
 import json
 
@@ -34,7 +37,8 @@ def main():
     train = DataLoader(TensorDataset(torch.randint(0, 64, (32, 10))), batch_size=4)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     model, optimizer, train = accelerator.prepare(model, optimizer, train)
-    losses, means = [], []
+    losses = []
+    means = []
     for _ in range(2):
         model.train()
         for (ids,) in train:

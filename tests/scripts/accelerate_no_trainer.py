@@ -1,4 +1,8 @@
-"""run_clm_no_trainer, small: accumulate, clipping, a checkpoint in mid-epoch, skip_first_batches, save_pretrained. Imports no Plait."""
+"""run_clm_no_trainer, small.
+
+Accumulate, clipping, a checkpoint in mid-epoch, skip_first_batches, save_pretrained.
+Imports no Plait.
+"""
 
 import argparse
 import json
@@ -59,7 +63,8 @@ def main():
     model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, lr_scheduler
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
 
     def epoch(dataloader, stop=None):
         model.train()

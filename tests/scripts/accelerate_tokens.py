@@ -1,4 +1,7 @@
-"""Accelerate's recipe for accumulation by tokens: the loss is a sum, divided by the step's tokens over all ranks. Imports no Plait."""
+"""Accelerate's recipe for accumulation by tokens.
+
+The loss is a sum, divided by the step's tokens over all ranks. Imports no Plait.
+"""
 
 import json
 
@@ -29,7 +32,9 @@ model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 criterion = CrossEntropyLoss(reduction="sum", ignore_index=0)
-batches, losses, logged = iter(loader), [], []
+batches = iter(loader)
+losses = []
+logged = []
 for _ in range(len(loader) // accelerator.gradient_accumulation_steps):
     step = [next(batches) for _ in range(accelerator.gradient_accumulation_steps)]
     tokens = (

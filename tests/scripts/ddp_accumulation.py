@@ -1,4 +1,7 @@
-"""DistributedDataParallel with gradient accumulation in no_sync, clipping, and weights that one process saves. Imports no Plait."""
+"""DistributedDataParallel with gradient accumulation in no_sync, clipping and saved weights.
+
+Imports no Plait.
+"""
 
 import contextlib
 import json
@@ -9,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, ACCUMULATION = 4, 3
+STEPS = 4
+ACCUMULATION = 3
 
 
 def main():
     dist.init_process_group()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(rank)  # DistributedDataParallel begins with the first rank's weights
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -22,7 +27,8 @@ def main():
     data = torch.randn(
         STEPS * ACCUMULATION * world, 4, 8, generator=torch.Generator().manual_seed(5)
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for index, x in enumerate(data[rank::world]):
         last = (index + 1) % ACCUMULATION == 0
         with contextlib.nullcontext() if last else model.no_sync():

@@ -1,4 +1,7 @@
-"""An image classifier in torch's DistributedDataParallel, with batch norm, DistributedSampler and an evaluation. Imports no Plait."""
+"""An image classifier in DistributedDataParallel, with batch norm and an evaluation.
+
+Imports no Plait.
+"""
 
 import json
 
@@ -30,7 +33,8 @@ def evaluate(model, images, labels):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    images, labels = torch.randn(32, 3, 8, 8), torch.randint(0, 4, (32,))
+    images = torch.randn(32, 3, 8, 8)
+    labels = torch.randint(0, 4, (32,))
     sampler = DistributedSampler(TensorDataset(images, labels), seed=3)
     loader = DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
     net = nn.Sequential(

@@ -1,4 +1,7 @@
-"""A GPT trained as in nanoGPT: weight decay by dimension, a cosine rate by hand, require_backward_grad_sync. Imports no Plait."""
+"""A GPT trained as in nanoGPT.
+
+Weight decay by dimension, a cosine rate by hand, require_backward_grad_sync. Imports no Plait.
+"""
 
 import json
 import math
@@ -10,30 +13,24 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-block_size, batch_size, max_iters, gradient_accumulation_steps, learning_rate, min_lr, warmup = (
-    12,
-    2,
-    6,
-    4,
-    1e-2,
-    1e-3,
-    2,
-)
+block_size = 12
+batch_size = 2
+max_iters = 6
+gradient_accumulation_steps = 4
+learning_rate = 1e-2
+min_lr = 1e-3
+warmup = 2
 
 
 class Block(nn.Module):
     def __init__(self, n):
         super().__init__()
-        self.ln_1, self.c_attn, self.c_proj = (
-            nn.LayerNorm(n),
-            nn.Linear(n, 3 * n, bias=False),
-            nn.Linear(n, n, bias=False),
-        )
-        self.ln_2, self.c_fc, self.c_out = (
-            nn.LayerNorm(n),
-            nn.Linear(n, 4 * n, bias=False),
-            nn.Linear(4 * n, n, bias=False),
-        )
+        self.ln_1 = nn.LayerNorm(n)
+        self.c_attn = nn.Linear(n, 3 * n, bias=False)
+        self.c_proj = nn.Linear(n, n, bias=False)
+        self.ln_2 = nn.LayerNorm(n)
+        self.c_fc = nn.Linear(n, 4 * n, bias=False)
+        self.c_out = nn.Linear(4 * n, n, bias=False)
 
     def forward(self, x):
         q, k, v = (
@@ -49,12 +46,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, vocab=64, n=32):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab, n), nn.Embedding(block_size, n)
-        self.h, self.ln_f, self.lm_head = (
-            nn.ModuleList(Block(n) for _ in range(2)),
-            nn.LayerNorm(n),
-            nn.Linear(n, vocab, bias=False),
-        )
+        self.wte = nn.Embedding(vocab, n)
+        self.wpe = nn.Embedding(block_size, n)
+        self.h = nn.ModuleList(Block(n) for _ in range(2))
+        self.ln_f = nn.LayerNorm(n)
+        self.lm_head = nn.Linear(n, vocab, bias=False)
         self.wte.weight = self.lm_head.weight
 
     def forward(self, idx, targets):
@@ -74,16 +70,17 @@ def get_lr(it):
 
 
 init_process_group(backend="gloo")
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank = int(os.environ["RANK"])
+world = int(os.environ["WORLD_SIZE"])
 gradient_accumulation_steps //= world
 torch.manual_seed(1337)
 text = torch.randint(0, 64, (4096,))
 model = GPT()
 model = DDP(model)
 decay = [p for p in model.parameters() if p.dim() >= 2]
-rest = [p for p in model.parameters() if p.dim() < 2]
+no_decay = [p for p in model.parameters() if p.dim() < 2]
 optimizer = torch.optim.AdamW(
-    [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+    [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
     lr=learning_rate,
 )
 sampler = torch.Generator().manual_seed(1337 + rank)

@@ -1,4 +1,8 @@
-"""A reward model: one score for each answer, the better of a pair above the worse, both through one forward. DDP. Imports no Plait."""
+"""A reward model.
+
+One score for each answer, the better of a pair above the worse, both through one forward. DDP.
+Imports no Plait.
+"""
 
 import json
 import os
@@ -19,12 +23,12 @@ class Pairs(Dataset):
         draw = torch.Generator().manual_seed(2)
         self.rows = []
         for index in range(count):
-            one, other = (
+            better, worse = (
                 torch.randint(1, 60, (length,), generator=draw)
                 for length in (6 + index % 3, 5 + index % 4)
             )
             self.rows.append(
-                (one, other) if one.float().mean() > other.float().mean() else (other, one)
+                (better, worse) if better.float().mean() > worse.float().mean() else (worse, better)
             )
 
     def __len__(self):
@@ -40,7 +44,8 @@ def collate(pairs):
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank = int(os.environ["RANK"])
+world = int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", rank=rank, world_size=world)
 torch.manual_seed(0)
 shape = {
@@ -60,7 +65,8 @@ optimizer = torch.optim.AdamW(
 data = Pairs(24)
 sampler = DistributedSampler(data, seed=3)
 loader = DataLoader(data, batch_size=3, sampler=sampler, collate_fn=collate)
-losses, margins = [], []
+losses = []
+margins = []
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in loader:

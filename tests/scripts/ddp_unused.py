@@ -1,4 +1,7 @@
-"""DistributedDataParallel of a model that leaves out a branch in every second step, with find_unused_parameters. Imports no Plait."""
+"""DistributedDataParallel with find_unused_parameters.
+
+Every second step leaves out a branch. Imports no Plait.
+"""
 
 import json
 

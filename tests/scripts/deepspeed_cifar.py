@@ -1,4 +1,7 @@
-"""DeepSpeed's CIFAR example, small: `training_data`, its loader, an optimizer and a schedule of the configuration. Imports no Plait."""
+"""DeepSpeed's CIFAR example, small.
+
+`training_data`, its loader, an optimizer and a schedule of the configuration. Imports no Plait.
+"""
 
 import argparse
 import json
@@ -12,9 +15,11 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 8, 3)
+        self.conv1 = nn.Conv2d(3, 6, 5)
+        self.conv2 = nn.Conv2d(6, 8, 3)
         self.pool = nn.MaxPool2d(2)
-        self.fc1, self.fc2 = nn.Linear(8 * 6 * 6, 32), nn.Linear(32, 10)
+        self.fc1 = nn.Linear(8 * 6 * 6, 32)
+        self.fc2 = nn.Linear(32, 10)
 
     def forward(self, x):
         x = self.pool(torch.relu(self.conv1(x)))
@@ -29,13 +34,16 @@ def main():
     args = deepspeed.add_config_arguments(parser).parse_args()
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    images, labels = torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))
-    data, net = torch.utils.data.TensorDataset(images, labels), Net()
+    images = torch.randn(32, 3, 32, 32)
+    labels = torch.randint(0, 10, (32,))
+    data = torch.utils.data.TensorDataset(images, labels)
+    net = Net()
     parameters = [p for p in net.parameters() if p.requires_grad]
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=data
     )
-    criterion, losses = nn.CrossEntropyLoss(), []
+    criterion = nn.CrossEntropyLoss()
+    losses = []
     for _ in range(2):
         for inputs, targets in loader:
             outputs = engine(inputs.to(engine.local_rank if torch.cuda.is_available() else "cpu"))

@@ -1,4 +1,8 @@
-"""A GPT in DeepSpeed's style: the launcher's --deepspeed_config, gradient accumulation, a checkpoint in the middle. Imports no Plait."""
+"""A GPT in DeepSpeed's style.
+
+The launcher's --deepspeed_config, gradient accumulation, a checkpoint in the middle.
+Imports no Plait.
+"""
 
 import argparse
 import json
@@ -13,11 +17,9 @@ from torch.nn import functional as F
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)

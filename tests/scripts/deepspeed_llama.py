@@ -1,4 +1,7 @@
-"""A model of Transformers under DeepSpeed stage 3, evaluation between steps and saved weights. Imports no Plait."""
+"""A model of Transformers under DeepSpeed stage 3, evaluation between steps and saved weights.
+
+Imports no Plait.
+"""
 
 import json
 import os
@@ -38,7 +41,8 @@ model_engine, _, _, _ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=config
 )
 draw = torch.Generator().manual_seed(9)
-losses, evaluated = [], []
+losses = []
+evaluated = []
 for _ in range(8):
     model_engine.train()
     ids = torch.randint(0, 64, (2, 2, 12), generator=draw)[model_engine.global_rank].to(

@@ -1,4 +1,7 @@
-"""A DeepSpeed script with torch's optimizer, parameter groups and a schedule of its own, and frozen layers. Imports no Plait."""
+"""A DeepSpeed script with torch's optimizer.
+
+It has parameter groups, a schedule and frozen layers. Imports no Plait.
+"""
 
 import json
 
@@ -35,7 +38,9 @@ def main():
         model=net, optimizer=optimizer, lr_scheduler=schedule, config=config
     )
     draw = torch.Generator().manual_seed(2)
-    losses, rates, boundaries = [], [], []
+    losses = []
+    rates = []
+    boundaries = []
     for _ in range(10):
         tokens = torch.randint(0, 20, (2, 4), generator=draw)[engine.global_rank].to(engine.device)
         loss = nn.functional.cross_entropy(engine(tokens), (tokens + 1) % 20)

@@ -1,4 +1,7 @@
-"""DeepSpeed's pipeline example: LayerSpec, PipelineModule, train_batch, eval_batch. Imports no Plait."""
+"""DeepSpeed's pipeline example.
+
+LayerSpec, PipelineModule, train_batch, eval_batch. Imports no Plait.
+"""
 
 import json
 
@@ -9,7 +12,7 @@ from torch import nn
 
 
 class Seeded(nn.Linear):
-    """The same weights on every stage that builds it."""
+    """A linear layer with the same weights on every stage that builds it."""
 
     def __init__(self, fan_in, fan_out, seed):
         super().__init__(fan_in, fan_out)
@@ -22,7 +25,8 @@ class Seeded(nn.Linear):
 class Residual(nn.Module):
     def __init__(self, width, seed):
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(width), Seeded(width, width, seed)
+        self.norm = nn.LayerNorm(width)
+        self.inner = Seeded(width, width, seed)
 
     def forward(self, x):
         return x + torch.relu(self.inner(self.norm(x)))
@@ -64,7 +68,8 @@ config = {
 engine, _, _, _ = deepspeed.initialize(
     model=net, model_parameters=list(net.parameters()), config=config
 )
-train, held_out = batches(1), batches(2)
+train = batches(1)
+held_out = batches(2)
 losses = [engine.train_batch(data_iter=train).item() for _ in range(6)]
 evaluated = engine.eval_batch(data_iter=held_out).item()
 print("\nRESULT " + json.dumps([dist.get_rank(), losses, evaluated, engine.get_lr()]), flush=True)

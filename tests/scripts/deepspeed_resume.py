@@ -1,4 +1,7 @@
-"""DeepSpeed at stage 2: a checkpoint with a client state, a second engine that loads it and goes on. Imports no Plait."""
+"""DeepSpeed at stage 2.
+
+A checkpoint with a client state, a second engine that loads it and goes on. Imports no Plait.
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""zero.Init and GatheredParameters at stage 3: a model that is never whole, weights set and read in between. Imports no Plait."""
+"""zero.Init and GatheredParameters at stage 3.
+
+A model that is never whole, weights set and read in between. Imports no Plait.
+"""
 
 import json
 

@@ -1,4 +1,8 @@
-"""FSDP2 with gradient accumulation, set_requires_gradient_sync, and torch's distributed checkpoint in between. Imports no Plait."""
+"""FSDP2 with gradient accumulation.
+
+It has set_requires_gradient_sync, and a distributed checkpoint of torch in between.
+Imports no Plait.
+"""
 
 import json
 

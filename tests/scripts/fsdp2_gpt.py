@@ -1,4 +1,7 @@
-"""FSDP2 as in torchtitan: fully_shard of every block, clipping, the full state dict for the first process. Imports no Plait."""
+"""FSDP2 as in torchtitan.
+
+Fully_shard of every block, clipping, the full state dict for the first process. Imports no Plait.
+"""
 
 import json
 
@@ -13,11 +16,9 @@ from torch.nn import functional as F
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.RMSNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
@@ -47,7 +48,8 @@ def main():
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
     draw = torch.Generator().manual_seed(1)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(8):
         ids = torch.randint(0, 64, (dist.get_world_size(), 2, 12), generator=draw)[dist.get_rank()]
         logits = model(ids)

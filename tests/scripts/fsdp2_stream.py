@@ -1,4 +1,7 @@
-"""FSDP2 over an iterable data set that every process cuts for itself, an EMA of the weights, a cosine schedule. Imports no Plait."""
+"""FSDP2 over an iterable data set that every process cuts for itself.
+
+It has an EMA of the weights and a cosine schedule. Imports no Plait.
+"""
 
 import copy
 import json
@@ -15,7 +18,9 @@ class Series(IterableDataset):
     """Windows of a long series: the process with this rank has every WORLD-th."""
 
     def __init__(self, rank, world, length=12):
-        self.rank, self.world, self.length = rank, world, length
+        self.rank = rank
+        self.world = world
+        self.length = length
 
     def __iter__(self):
         draw = torch.Generator().manual_seed(7)
@@ -51,15 +56,16 @@ for layer in model.layers:
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
-losses, rates = [], []
+losses = []
+rates = []
 for x, y in DataLoader(Series(dist.get_rank(), dist.get_world_size()), batch_size=4):
     loss = F.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()
-    for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
-        kept.lerp_(parameter.full_tensor(), 0.1)
+    for averaged, parameter in zip(average.parameters(), model.parameters(), strict=True):
+        averaged.lerp_(parameter.full_tensor(), 0.1)
     losses.append(loss.item())
     rates.append(schedule.get_last_lr()[0])
 average.eval()

@@ -1,4 +1,7 @@
-"""Tensor parallelism of a Llama with torch's parallelize_module and a plan by hand. Imports no Plait."""
+"""Tensor parallelism of a Llama with torch's parallelize_module and a plan by hand.
+
+Imports no Plait.
+"""
 
 import json
 

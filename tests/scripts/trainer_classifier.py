@@ -1,4 +1,8 @@
-"""run_glue, small: compute_metrics every epoch, load_best_model_at_end, EarlyStoppingCallback, predict. Imports no Plait."""
+"""run_glue, small.
+
+Compute_metrics every epoch, load_best_model_at_end, EarlyStoppingCallback, predict.
+Imports no Plait.
+"""
 
 import json
 import os
@@ -17,8 +21,12 @@ from transformers import Trainer
 def rows(count, seed):
     ids = torch.randint(2, 50, (count, 8), generator=torch.Generator().manual_seed(seed))
     return [
-        {"input_ids": one, "attention_mask": torch.ones_like(one), "label": int(one[0] > 25)}
-        for one in ids
+        {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens),
+            "label": int(tokens[0] > 25),
+        }
+        for tokens in ids
     ]
 
 

@@ -1,4 +1,8 @@
-"""run_ner, small: DataCollatorForTokenClassification, labels of -100 on the second piece of a word, entities counted. Imports no Plait."""
+"""run_ner, small.
+
+DataCollatorForTokenClassification, labels of -100 on the second piece of a word, entities counted.
+Imports no Plait.
+"""
 
 import json
 import os
@@ -17,7 +21,7 @@ NAMES = ["O", "B-PER", "I-PER"]
 
 
 class Padding:
-    """What the collator wants of a tokenizer."""
+    """A tokenizer that can only pad, as the collator needs it."""
 
     padding_side = "right"
 
@@ -27,25 +31,26 @@ class Padding:
             for key in ("input_ids", "attention_mask")
         }
         return {
-            key: torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
-            for key, found in rows.items()
+            key: torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+            for key, values in rows.items()
         }
 
 
 def rows(count, seed):
-    draw, found = np.random.default_rng(seed), []
+    draw = np.random.default_rng(seed)
+    examples = []
     for index in range(count):
-        words = draw.integers(2, 60, 5 + index % 4)
-        tags = [int(word > 30) + int(word > 50) for word in words]
+        tokens = draw.integers(2, 60, 5 + index % 4)
+        tags = [int(token > 30) + int(token > 50) for token in tokens]
         labels = [-100 if place % 3 == 2 else tag for place, tag in enumerate(tags)]
-        found.append(
+        examples.append(
             {
-                "input_ids": [int(word) for word in words],
-                "attention_mask": [1] * len(words),
+                "input_ids": [int(token) for token in tokens],
+                "attention_mask": [1] * len(tokens),
                 "labels": labels,
             }
         )
-    return found
+    return examples
 
 
 def compute_metrics(eval_pred):
@@ -96,9 +101,12 @@ trainer.train()
 history = trainer.state.log_history
 losses = [row["loss"] for row in history if "loss" in row]
 norms = [row["grad_norm"] for row in history if "loss" in row]
-found = [
+evaluations = [
     [row["eval_loss"], row["eval_tokens"], *(row[f"eval_{name}"] for name in NAMES)]
     for row in history
     if "eval_loss" in row
 ]
-print("\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, norms, found]), flush=True)
+print(
+    "\nRESULT " + json.dumps([int(os.environ.get("RANK", 0)), losses, norms, evaluations]),
+    flush=True,
+)

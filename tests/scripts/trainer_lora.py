@@ -1,4 +1,7 @@
-"""LoRA with PEFT and the Trainer: adapters on a causal language model, saved and opened again. Imports no Plait."""
+"""LoRA with PEFT and the Trainer.
+
+Adapters on a causal language model, saved and opened again. Imports no Plait.
+"""
 
 import json
 import os

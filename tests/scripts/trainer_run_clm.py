@@ -1,4 +1,8 @@
-"""run_clm of Transformers, small: HfArgumentParser, datasets, group_texts, evaluation with a perplexity, save_metrics. Imports no Plait."""
+"""run_clm of Transformers, small.
+
+HfArgumentParser, datasets, group_texts, evaluation with a perplexity, save_metrics.
+Imports no Plait.
+"""
 
 import json
 import math
@@ -20,10 +24,14 @@ class DataTrainingArguments:
 
 def main():
     parser = HfArgumentParser((DataTrainingArguments, TrainingArguments))
-    words = "--output_dir out --do_train --do_eval --per_device_train_batch_size 2 --per_device_eval_batch_size 3 --num_train_epochs 2"
-    more = "--gradient_accumulation_steps 2 --learning_rate 0.01 --weight_decay 0.1 --warmup_steps 2 --max_grad_norm 0.5 --logging_steps 1"
-    rest = "--lr_scheduler_type cosine --save_strategy no --report_to none --use_cpu true --seed 11 --disable_tqdm true"
-    data_args, training_args = parser.parse_args_into_dataclasses(f"{words} {more} {rest}".split())
+    options = """
+        --output_dir out --do_train --do_eval --per_device_train_batch_size 2
+        --per_device_eval_batch_size 3 --num_train_epochs 2 --gradient_accumulation_steps 2
+        --learning_rate 0.01 --weight_decay 0.1 --warmup_steps 2 --max_grad_norm 0.5
+        --logging_steps 1 --lr_scheduler_type cosine --save_strategy no --report_to none
+        --use_cpu true --seed 11 --disable_tqdm true
+    """
+    data_args, training_args = parser.parse_args_into_dataclasses(options.split())
     set_seed(training_args.seed)
     names = [f"w{i}" for i in range(60)]
     tokenizer = PreTrainedTokenizerFast(
@@ -55,7 +63,8 @@ def main():
         return result
 
     grouped = tokenized.map(group_texts, batched=True, remove_columns=tokenized.column_names)
-    train_dataset, eval_dataset = grouped.select(range(32)), grouped.select(range(32, 44))
+    train_dataset = grouped.select(range(32))
+    eval_dataset = grouped.select(range(32, 44))
     shape = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     config = AutoConfig.for_model("gpt2", **shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = AutoModelForCausalLM.from_config(config)

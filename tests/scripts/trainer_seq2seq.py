@@ -1,4 +1,7 @@
-"""run_translation, small: a T5, DataCollatorForSeq2Seq's padding by hand, predict_with_generate. Imports no Plait."""
+"""run_translation, small.
+
+A T5, DataCollatorForSeq2Seq's padding by hand, predict_with_generate. Imports no Plait.
+"""
 
 import json
 import os
@@ -21,7 +24,7 @@ def collate(batch):
     return {
         "input_ids": ids,
         "attention_mask": (ids != 0).long(),
-        "labels": pad([one.flip(0) for one in batch], -100),
+        "labels": pad([tokens.flip(0) for tokens in batch], -100),
     }
 
 

@@ -1,4 +1,7 @@
-"""An iterable data set with max_steps, a schedule by name and a file of numbers that a callback writes. Imports no Plait."""
+"""An iterable data set with max_steps.
+
+It has a schedule by name, and a callback that writes a file of numbers. Imports no Plait.
+"""
 
 import json
 import os

@@ -1,4 +1,8 @@
-"""A subclass of the Trainer: a weighted loss, a callback, a collator, an optimizer and a schedule that are passed. Imports no Plait."""
+"""A subclass of the Trainer.
+
+A weighted loss, a callback, a collator, an optimizer and a schedule that are passed.
+Imports no Plait.
+"""
 
 import json
 import os
@@ -26,7 +30,8 @@ class WeightedTrainer(Trainer):
 
 class Remember(TrainerCallback):
     def __init__(self):
-        self.rates, self.epochs = [], 0
+        self.rates = []
+        self.epochs = 0
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         self.rates.append(optimizer.param_groups[0]["lr"])

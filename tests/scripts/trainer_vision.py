@@ -1,4 +1,7 @@
-"""An image classifier of Transformers: a ViT, pixel_values, gradient checkpointing, a checkpoint that is opened. Imports no Plait."""
+"""An image classifier of Transformers.
+
+A ViT, pixel_values, gradient checkpointing, a checkpoint that is opened. Imports no Plait.
+"""
 
 import json
 import os

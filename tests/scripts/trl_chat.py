@@ -1,4 +1,7 @@
-"""SFTTrainer of TRL on conversations: a chat template, peft_config=, the loss of completions alone. Imports no Plait."""
+"""SFTTrainer of TRL on conversations.
+
+A chat template, peft_config=, the loss of completions alone. Imports no Plait.
+"""
 
 import json
 import os
@@ -23,11 +26,9 @@ tokenizer.chat_template = (
 
 
 def talk(i):
-    words = [f"w{(i * k + 3 * k) % 40}" for k in range(1, 6)]
-    prompt, completion = (
-        {"role": "user", "content": " ".join(words)},
-        {"role": "assistant", "content": " ".join(words[::-1]) + " <eos>"},
-    )
+    tokens = [f"w{(i * k + 3 * k) % 40}" for k in range(1, 6)]
+    prompt = {"role": "user", "content": " ".join(tokens)}
+    completion = {"role": "assistant", "content": " ".join(tokens[::-1]) + " <eos>"}
     return {"prompt": [prompt], "completion": [completion]}
 
 

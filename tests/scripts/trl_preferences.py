@@ -1,4 +1,7 @@
-"""DPOTrainer of TRL: pairs with an explicit prompt, a reference model, a smoothed loss. Imports no Plait."""
+"""DPOTrainer of TRL.
+
+Pairs with an explicit prompt, a reference model, a smoothed loss. Imports no Plait.
+"""
 
 import json
 import os
@@ -15,9 +18,14 @@ vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>"
 )
-said = lambda i, step: " ".join(f"w{(i * 7 + step * k) % 40}" for k in range(3 + i % 3))  # noqa: E731
+
+
+def sentence(i, step):
+    return " ".join(f"w{(i * 7 + step * k) % 40}" for k in range(3 + i % 3))
+
+
 pairs = [
-    {"prompt": said(i, 1), "chosen": " " + said(i, 3), "rejected": " " + said(i, 5)}
+    {"prompt": sentence(i, 1), "chosen": " " + sentence(i, 3), "rejected": " " + sentence(i, 5)}
     for i in range(32)
 ]
 shape = {
@@ -29,7 +37,7 @@ shape = {
 }
 
 
-def made():
+def build_model():
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model("qwen2", **shape, num_key_value_heads=2, pad_token_id=0)
@@ -51,8 +59,8 @@ args = DPOConfig(
     save_strategy="no",
 )
 trainer = DPOTrainer(
-    model=made(),
-    ref_model=made(),
+    model=build_model(),
+    ref_model=build_model(),
     args=args,
     train_dataset=Dataset.from_list(pairs),
     processing_class=tokenizer,

@@ -1,4 +1,4 @@
-"""The promises of docs/explanation/security.md, one test each."""
+"""Each promise of docs/explanation/security.md has a test."""
 
 import io
 import json
@@ -46,8 +46,9 @@ class WritesAFile(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_code_in_a_torchscript_archive_does_not_run(tmp_path):
-    """`torch.load` would hand the archive to `torch.jit.load`."""
-    canary, archive = tmp_path / "written", tmp_path / "model.pt"
+    """`torch.load` would pass the archive to `torch.jit.load`."""
+    canary = tmp_path / "written"
+    archive = tmp_path / "model.pt"
     torch.jit.script(WritesAFile(str(canary))).save(str(tmp_path / "compressed.pt"))
     with (
         zipfile.ZipFile(tmp_path / "compressed.pt") as source,
@@ -58,9 +59,8 @@ def test_code_in_a_torchscript_archive_does_not_run(tmp_path):
     torch.jit.load(str(archive))
     assert canary.exists(), "the archive is harmless, so this test shows nothing"
     canary.unlink()
-    with pytest.raises(
-        CheckpointError, match="it has the record .*, which torch.save never writes"
-    ):
+    message = "it has the record .*, which torch.save never writes"
+    with pytest.raises(CheckpointError, match=message):
         read_torch(archive)
     assert not canary.exists()
 
@@ -79,7 +79,7 @@ def test_a_torchscript_archive_that_is_renamed_inside_is_refused(tmp_path):
 
 
 def test_stack_files_are_in_a_folder_of_this_user_alone():
-    """Nobody else can guess its name or write into it."""
+    """Other users can neither guess its name nor write into it."""
     folders = [stacks.new_folder() for _ in range(2)]
     try:
         assert folders[0] != folders[1]
@@ -102,36 +102,41 @@ def test_the_store_of_one_machine_listens_on_loopback():
 
 
 def listening_addresses(port):
-    """Addresses on which this machine listens at a port, by the kernel's table."""
-    found = set()
+    """Return the addresses on which this machine listens at a port, by the kernel's table."""
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             address, number = fields[1].split(":")
-            if fields[3] == "0A" and int(number, 16) == port:
-                words = [
-                    int(address[start : start + 8], 16).to_bytes(4, sys.byteorder)
-                    for start in range(0, len(address), 8)
-                ]
-                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-                found.add(socket.inet_ntop(family, b"".join(words)))
-    return found
+            if fields[3] != "0A" or int(number, 16) != port:  # 0A is LISTEN
+                continue
+            # The table has words of four bytes in the byte order of the machine.
+            packed = b""
+            for start in range(0, len(address), 8):
+                packed += int(address[start : start + 8], 16).to_bytes(4, sys.byteorder)
+            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+            addresses.add(socket.inet_ntop(family, packed))
+    return addresses
 
 
 @pytest.mark.parametrize(
     "call", ["plait.from_pretrained", "plait generate --prompt x", "plait verify"]
 )
 def test_code_in_a_model_folder_does_not_run(tmp_path, call, monkeypatch, capsys):
-    """Nobody is asked either: a `y` in a pipe would be an answer."""
-    folder, canary = tmp_path / "model", tmp_path / "ran"
+    """Transformers does not ask either, because a `y` in a pipe would be an answer."""
+    folder = tmp_path / "model"
+    canary = tmp_path / "ran"
     folder.mkdir()
-    code = f"open({str(canary)!r}, 'w')\nfrom transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    code = f"""
+open({str(canary)!r}, 'w')
+from transformers import PretrainedConfig
+class Own(PretrainedConfig):
+    model_type = 'own'
+"""
     (folder / "own.py").write_text(code)
-    config = {
-        "model_type": "own",
-        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    config = json.dumps({"model_type": "own", "auto_map": classes})
+    (folder / "config.json").write_text(config)
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     if call == "plait.from_pretrained":
         with pytest.raises(InputError, match="trust_remote_code"):
@@ -140,9 +145,9 @@ def test_code_in_a_model_folder_does_not_run(tmp_path, call, monkeypatch, capsys
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
         with pytest.raises(SystemExit) as end:
             main([*call.split()[1:], "--model", str(folder)])
-        shown = capsys.readouterr()
-        assert end.value.code and "plait: " in shown.err
-        assert "[y/N]" not in shown.out + shown.err
+        output = capsys.readouterr()
+        assert end.value.code and "plait: " in output.err
+        assert "[y/N]" not in output.out + output.err
     assert not canary.exists()
 
 

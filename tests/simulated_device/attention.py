@@ -1,4 +1,4 @@
-"""Attention on the simulated device by CUDA's fused operators, which references stand for, in the dtype that tests compare in."""
+"""Attention on the simulated device by references of CUDA's fused operators, in float64."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,10 @@ from tests.parity.context_parallel import train
 
 @contextmanager
 def _fused_in(dtype, name):
-    """Let a kernel compute `dtype` too: the references do, and only float64 shows a wrong term of a gradient."""
+    """Let Plait choose a kernel for `dtype`.
+
+    The references support float64, and only float64 shows a wrong term of a gradient.
+    """
     before = getattr(attention, name)
     setattr(attention, name, (*before, dtype))
     try:
@@ -23,7 +26,10 @@ def _fused_in(dtype, name):
 
 
 def train_fused(rank, world, case, dtypes):
-    """A trace, and how often a fused kernel was called. `dtypes` names those of the kernel. Runs in a worker."""
+    """Return the trace and the number of calls of a fused kernel. Runs on every rank.
+
+    `dtypes` is the name of the kernel's list of dtypes.
+    """
     calls = 0
     forward = {
         "FLASH_DTYPES": "_flash_attention_forward",

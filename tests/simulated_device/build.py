@@ -1,4 +1,4 @@
-"""Build the simulated device with the system's compiler, once for these sources and this torch."""
+"""Builds the simulated device with the system's compiler, once per version of torch and sources."""
 
 import fcntl
 import hashlib
@@ -12,40 +12,41 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-SOURCES = HERE / "sources"
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+SOURCES = FOLDER / "sources"
 CORE = ("streams", "races", "memory", "device", "kernels", "journal", "profiler", "interface")
 GROUP = "process_group"
-FLAGS = (
-    "-std=c++20",
-    "-O1",
-    "-fPIC",
-    "-w",
-    "-DNDEBUG",
-)  # as torch was built: some of its classes have other fields without NDEBUG
+# NDEBUG is set as in torch's build. Some of its classes have other fields without it.
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DNDEBUG")
 
 
 class CannotBuild(Exception):
-    """The reason."""
+    """The libraries cannot be built. The message is the reason."""
 
 
 def cache_folder():
-    """Outside of the repository; of this user."""
+    """Return a folder of this user outside of the repository."""
+    folder = os.environ.get("SIMULATED_DEVICE_CACHE")
+    if folder:
+        return Path(folder)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(
-        os.environ.get("SIMULATED_DEVICE_CACHE")
-        or os.path.join(home, "plait-tests", "simulated_device")
-    )
+    return Path(home) / "plait-tests" / "simulated_device"
 
 
 def built():
-    """The folder with the libraries, which are built first where they are not there. Raises CannotBuild. Several processes may ask at once:
-    one builds, the others wait."""
-    reason, compiler, torch_version = why_not(), _compiler(), version("torch")
+    """Return the folder with the libraries, and build them if they do not exist.
+
+    Of several processes that call it at the same time, one builds and the others wait.
+
+    Raises:
+        CannotBuild: There is no compiler, or it fails.
+    """
+    reason = why_not()
+    compiler = _compiler()
     if reason or compiler is None:
         raise CannotBuild(reason)
-    folder = cache_folder() / _key(compiler, torch_version)
+    folder = cache_folder() / _key(compiler, version("torch"))
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def built():
 
 
 def why_not():
-    """What is missing on this machine; empty where nothing is."""
+    """Return the reason why this machine cannot build the libraries, or an empty text."""
     if _compiler() is None:
         return "there is no C++ compiler (g++, clang++, or what CXX names)"
     return ""
@@ -76,23 +77,20 @@ def _compiler():
 
 
 def environment_of_this_process():
-    """With the tests on the path."""
-    paths = dict.fromkeys(
-        [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
-    )
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    """Return the environment of this process with the tests on the path."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *paths]))}
 
 
 def environment(*, devices, mib=None):
-    """Variables of a process whose torch has `devices` simulated devices of `mib` MiB."""
-    here = environment_of_this_process()
-    return {
-        **here,
-        "SIMULATED_DEVICE": str(built()),
-        "SIMULATED_DEVICES": str(devices),
-        "PYTHONPATH": os.pathsep.join([str(HERE / "boot"), here["PYTHONPATH"]]),
-        **({} if mib is None else {"SIMULATED_DEVICE_MIB": str(mib)}),
-    }
+    """Return variables of a process whose torch has `devices` simulated devices of `mib` MiB."""
+    variables = environment_of_this_process()
+    variables["SIMULATED_DEVICE"] = str(built())
+    variables["SIMULATED_DEVICES"] = str(devices)
+    variables["PYTHONPATH"] = os.pathsep.join([str(FOLDER / "boot"), variables["PYTHONPATH"]])
+    if mib is not None:
+        variables["SIMULATED_DEVICE_MIB"] = str(mib)
+    return variables
 
 
 def _torch_folder():
@@ -111,69 +109,39 @@ def _key(compiler, torch_version):
 
 def _build(compiler, folder):
     torch = _torch_folder()
-    include = [
+    include = (
         f"-I{torch}/include",
         f"-I{torch}/include/torch/csrc/api/include",
         f"-I{sysconfig.get_paths()['include']}",
-    ]
-    units = [*CORE, GROUP]
+    )
+    objects = {unit: folder / f"{unit}.o" for unit in (*CORE, GROUP)}
+
+    def compile_unit(unit):
+        source = SOURCES / f"{unit}.cpp"
+        _run(compiler, *FLAGS, *include, "-c", source, "-o", objects[unit])
+
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        compiled = [
-            workers.submit(
-                _run,
-                compiler,
-                *FLAGS,
-                *include,
-                "-c",
-                SOURCES / f"{unit}.cpp",
-                "-o",
-                folder / f"{unit}.o",
-            )
-            for unit in units
-        ]
-        for unit in compiled:
-            unit.result()
-    found = [
-        f"-L{torch}/lib"
-    ]  # no path of this torch is kept: another clone's is loaded before (python/library.py)
-    core, group = folder / "simulated_device.so", folder / "simulated_nccl.so"
-    objects = [folder / f"{unit}.o" for unit in CORE]
-    _run(
-        compiler,
-        "-shared",
-        "-o",
-        core,
-        "-Wl,-soname,simulated_device.so",
-        *objects,
-        *found,
-        "-ltorch_cpu",
-        "-lc10",
-        "-ltorch",
-    )
-    beside = [f"-L{folder}", "-l:simulated_device.so", "-Wl,-rpath,$ORIGIN"]
-    _run(
-        compiler,
-        "-shared",
-        "-o",
-        group,
-        folder / f"{GROUP}.o",
-        *beside,
-        *found,
-        "-ltorch_python",
-        "-ltorch_cpu",
-        "-lc10",
-        "-ltorch",
-    )
-    for unit in units:
-        (folder / f"{unit}.o").unlink()
+        list(workers.map(compile_unit, objects))  # raises their errors
+
+    # The path of this torch is not stored, so that another clone can use the library
+    # (python/library.py).
+    libraries = (f"-L{torch}/lib", "-ltorch_cpu", "-lc10", "-ltorch")
+    core = folder / "simulated_device.so"
+    soname = "-Wl,-soname,simulated_device.so"
+    _run(compiler, "-shared", "-o", core, soname, *(objects[unit] for unit in CORE), *libraries)
+    group = folder / "simulated_nccl.so"
+    link_to_core = (f"-L{folder}", "-l:simulated_device.so", "-Wl,-rpath,$ORIGIN")
+    arguments = (objects[GROUP], *link_to_core, libraries[0], "-ltorch_python", *libraries[1:])
+    _run(compiler, "-shared", "-o", group, *arguments)
+    for file in objects.values():
+        file.unlink()
 
 
 def _run(*command):
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, check=False
-    )
+    arguments = [str(argument) for argument in command]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CannotBuild(f"{' '.join(str(word) for word in command)}\n{done.stderr[-4000:]}")
+        raise CannotBuild(f"{' '.join(arguments)}\n{done.stderr[-4000:]}")
 
 
 if __name__ == "__main__":

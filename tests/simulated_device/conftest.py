@@ -1,4 +1,7 @@
-"""The simulated device is built when a test needs it. Without a compiler these tests are skipped; where CI is set they fail instead."""
+"""Builds the simulated device when a test needs it.
+
+Without a compiler these tests are skipped, or fail if CI is set.
+"""
 
 import os
 from collections.abc import Callable
@@ -34,17 +37,14 @@ def simulated(device):
 def row(record_property):
     """Record this test for docs/development/simulated_device.md.
 
-    The fixture is a function of the configuration, what it was compared with and the largest difference.
+    The fixture is a function of the configuration, the reference and the largest difference.
     """
     RECORDS.clear()
 
     def put(configuration, compared_with, difference):
-        for name, value in (
-            ("configuration", configuration),
-            ("compared with", compared_with),
-            ("difference", difference),
-        ):
-            record_property(name, value)
+        record_property("configuration", configuration)
+        record_property("compared with", compared_with)
+        record_property("difference", difference)
 
     yield put
     record_property("devices", max((record.devices for record in RECORDS), default=0))

@@ -1,9 +1,10 @@
-"""Whether NCCL would carry out what communicators were given, played back from the journals of all ranks.
+"""Replays the calls of all communicators in NCCL's order, and names calls that would never end.
 
-gloo matches messages whatever order they were begun in, and keeps what nobody receives yet. NCCL does not: a communicator is one stream, so
-a call begins when the call before it is done; a call waits for work on other communicators that the stream or the host had waited for; and
-it is done when all that it needs of other ranks have begun too. Calls of one group (`batch_isend_irecv`) are one call. What never begins
-then is a deadlock, or a call without a partner; both are told by name.
+gloo matches messages in any order, and buffers messages that nobody receives yet. NCCL does not. A
+communicator is one stream, so a call begins when the call before it is done. A call also waits for
+work on other communicators that its stream or the host had waited for. It is done when its partners
+on all other ranks have begun. Calls of one group (`batch_isend_irecv`) are one call. A call that
+never begins is part of a deadlock or has no partner.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Journal = Sequence[dict[str, Any]]
-"""Of one rank: entries with `communicator`, `rank`, `stream`, `position`, `calls` and `after`, as `on_torch.journal` returns them."""
+"""Entries of one rank with `communicator`, `rank`, `stream`, `position`, `calls` and `after`, as
+`on_torch.journal` returns them."""
 
-MOST_TOLD = 8
+MOST_LINES = 8
 SAME_BYTES = ("ALLREDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "SEND", "RECV")
 PARTNER = {"SEND": "RECV", "RECV": "SEND"}
 
 
 @dataclass
 class _Part:
-    """One call of one entry, with what it needs of whom."""
+    """A call of an entry. `number` counts calls of its kind with this peer and communicator."""
 
     kind: str
     peer: int
     bytes: int
-    nth: int
-    """Of its kind with this peer on this communicator."""
+    number: int
 
 
 @dataclass
@@ -44,48 +45,51 @@ class _Entry:
     done: bool = False
 
     def __str__(self):
-        calls = [
-            f"{part.kind} {'to' if part.kind == 'SEND' else 'from'} rank {part.peer} (number {part.nth + 1})"
-            if part.peer >= 0
-            else part.kind
-            for part in self.parts
-        ]
-        text = (
-            calls[0]
-            if len(calls) == 1
-            else f"the group of {', '.join(calls[:4])}{', ...' if len(calls) > 4 else ''}"
-        )
+        calls = []
+        for part in self.parts:
+            text = part.kind
+            if part.peer >= 0:
+                direction = "to" if part.kind == "SEND" else "from"
+                text += f" {direction} rank {part.peer} (number {part.number + 1})"
+            calls.append(text)
+        text = calls[0]
+        if len(calls) > 1:
+            text = f"the group of {', '.join(calls[:4])}"
+        if len(calls) > 4:
+            text += ", ..."
         return f"rank {self.rank}: {text} on communicator {self.communicator}"
 
 
 def members(communicator):
-    """Ranks of the world; its name ends with them."""
+    """Return the ranks of a communicator, with which its name ends."""
     return [int(rank) for rank in communicator.split("[")[1].split("]")[0].split()]
 
 
 def stuck(journals):
-    """What would not end, empty where all would. `journals` by rank."""
+    """Return a message about calls that would not end, or an empty text. `journals` is by rank."""
     entries = [list(_entries(journal)) for journal in journals]
-    known = {key: entry for own in entries for entry in own for key in _keys(entry)}
-    wrong = list(_unlike(known))
-    if wrong:
-        return "\n".join(wrong[:MOST_TOLD])
+    known = {}
+    for rank_entries in entries:
+        for entry in rank_entries:
+            known.update(dict.fromkeys(_keys(entry), entry))
+    mismatches = list(_mismatches(known))
+    if mismatches:
+        return "\n".join(mismatches[:MOST_LINES])
+
     streams = [defaultdict(list) for _ in entries]
-    for own, by_stream in zip(entries, streams, strict=True):
-        for entry in own:
+    for rank_entries, by_stream in zip(entries, streams, strict=True):
+        for entry in rank_entries:
             by_stream[entry.stream].append(entry)
     at = [dict.fromkeys(by_stream, 0) for by_stream in streams]
 
     def head(rank, stream):
+        """Return the first call of a stream that is not done."""
         queue = streams[rank].get(stream, [])
-        return (
-            queue[at[rank][stream]]
-            if stream in at[rank] and at[rank][stream] < len(queue)
-            else None
-        )
+        position = at[rank].get(stream, 0)
+        return queue[position] if position < len(queue) else None
 
     def waits_for(entry):
-        """Work of its own rank."""
+        """Return the work of its rank that a call waits for."""
         for stream, position in entry.after.items():
             first = head(entry.rank, stream)
             if first is not None and first.position <= position:
@@ -101,21 +105,15 @@ def stuck(journals):
                 while entry is not None:
                     if not entry.begun and waits_for(entry) is None:
                         entry.begun = moved = True
-                    if not (
-                        entry.begun
-                        and all(key in known and known[key].begun for key in _partners(entry))
-                    ):
+                    partners = [known.get(key) for key in _partners(entry)]
+                    if not entry.begun or any(x is None or not x.begun for x in partners):
                         break
                     at[rank][stream] += 1
                     entry.done = moved = True
                     entry = head(rank, stream)
-    left = [
-        entry
-        for rank, by_stream in enumerate(streams)
-        for stream in by_stream
-        if (entry := head(rank, stream)) is not None
-    ]
-    return "\n".join(_told(left, known, waits_for))
+    heads = [head(rank, stream) for rank, by_stream in enumerate(streams) for stream in by_stream]
+    waiting = [entry for entry in heads if entry is not None]
+    return "\n".join(_reasons(waiting, known, waits_for))
 
 
 def _entries(journal):
@@ -131,42 +129,32 @@ def _entries(journal):
 
 
 def _keys(entry):
-    """By which others find it."""
-    return [
-        _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) for part in entry.parts
-    ]
+    """Return the keys by which partners find an entry."""
+    return [_key_of(entry, part) for part in entry.parts]
 
 
-def _key(communicator, kind, rank, peer, nth):
-    return (communicator, kind if peer >= 0 else "", rank, peer, nth)
+def _key_of(entry, part):
+    return _key(entry.communicator, part.kind, entry.rank, part.peer, part.number)
+
+
+def _key(communicator, kind, rank, peer, number):
+    return (communicator, kind if peer >= 0 else "", rank, peer, number)
 
 
 def _partners(entry):
     for part in entry.parts:
-        if part.peer >= 0:
-            yield _key(entry.communicator, PARTNER[part.kind], part.peer, entry.rank, part.nth)
-        else:
-            for rank in members(entry.communicator):
-                yield _key(entry.communicator, part.kind, rank, -1, part.nth)
+        yield from _partners_of(entry, part)
 
 
-def _unlike(known):
-    """Partners that are something else, or of another size."""
+def _mismatches(known):
+    """Yield partners that are another call or have another size."""
     for key, entry in known.items():
-        part = next(
-            part
-            for part in entry.parts
-            if _key(entry.communicator, part.kind, entry.rank, part.peer, part.nth) == key
-        )
+        part = next(part for part in entry.parts if _key_of(entry, part) == key)
         for partner in _partners_of(entry, part):
             other = known.get(partner)
             if other is None or other.rank < entry.rank:
                 continue
-            theirs = next(
-                p
-                for p in other.parts
-                if _key(other.communicator, p.kind, other.rank, p.peer, p.nth) == partner
-            )
+            theirs = next(part for part in other.parts if _key_of(other, part) == partner)
             if part.peer < 0 and part.kind != theirs.kind:
                 yield f"{entry} meets {other}"
             elif part.kind in SAME_BYTES and part.bytes != theirs.bytes:
@@ -174,12 +162,16 @@ def _unlike(known):
 
 
 def _partners_of(entry, part):
-    alone = _Entry(entry.communicator, entry.rank, entry.stream, entry.position, {}, [part])
-    return _partners(alone)
+    if part.peer >= 0:
+        yield _key(entry.communicator, PARTNER[part.kind], part.peer, entry.rank, part.number)
+        return
+    for rank in members(entry.communicator):
+        yield _key(entry.communicator, part.kind, rank, -1, part.number)
 
 
-def _told(left, known, waits_for):
-    for entry in left[:MOST_TOLD]:
+def _reasons(waiting, known, waits_for):
+    """Yield what each of the first calls waits for."""
+    for entry in waiting[:MOST_LINES]:
         before = waits_for(entry) if not entry.begun else None
         if before is not None:
             yield f"{entry} waits for this rank's {str(before).split(': ', 1)[1]}"
@@ -187,6 +179,7 @@ def _told(left, known, waits_for):
         for key in _partners(entry):
             other = known.get(key)
             if other is None:
-                yield f"{entry} waits for rank {key[2]}, which never calls {key[1] or entry.parts[0].kind} there"
+                call = key[1] or entry.parts[0].kind
+                yield f"{entry} waits for rank {key[2]}, which never calls {call} there"
             elif not other.begun:
                 yield f"{entry} waits for {other}, which has not begun"

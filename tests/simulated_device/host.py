@@ -1,4 +1,7 @@
-"""The process in which the workers of a simulated pool are started: its torch has the simulated device, so that of pytest needs none."""
+"""Process that starts the workers of a simulated pool.
+
+Its torch has the simulated device, so that of pytest does not need it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from tests.simulated_device.observed import observed
 
 
 def serve(connection):
-    """Until the other side closes."""
-    pool, size = Pool(), 0
+    """Run tasks until the connection is closed."""
+    pool = Pool()
+    size = 0
     while True:
         try:
             world, function, args, timeout = pickle.loads(connection.recv_bytes())
@@ -23,10 +27,10 @@ def serve(connection):
             pool.close()
             size = world
         try:
-            found = pool.run(world, observed, function, args, timeout=timeout)
-            answer: tuple[bool, Any] = (True, found)
-            if any(seen.failed for seen in found):
-                pool.discard(world)  # groups of a rank that failed are of no use
+            results = pool.run(world, observed, function, args, timeout=timeout)
+            answer: tuple[bool, Any] = (True, results)
+            if any(seen.failed for seen in results):
+                pool.discard(world)  # process groups of a failed rank are unusable
         except WorkerFailed as error:
             answer = (False, str(error))
         connection.send_bytes(pickle.dumps(answer))

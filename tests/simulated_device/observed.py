@@ -1,4 +1,4 @@
-"""A task in a worker with a simulated GPU, and what was seen of it."""
+"""Runs a task on a rank with a simulated GPU and observes it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from dataclasses import dataclass
 from typing import Any
 
 LONG = 60
-"""Seconds after which a worker says where it is."""
+"""Seconds after which a worker prints its stacks."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank did."""
+    """Observations of one rank. `failed` is a traceback or empty."""
 
     value: Any
     failed: str
-    """A traceback."""
     races: list[str]
     journal: list[dict[str, Any]]
     copies: dict[str, int]
 
 
 def observed(rank, world, function, args):
-    """Runs in a worker."""
+    """Runs on every rank."""
     device: Any = sys.modules["simulated_device.on_torch"]
     device.clear()
-    value, failed, before = None, "", device.copies()
+    value = None
+    failed = ""
+    before = device.copies()
     faulthandler.dump_traceback_later(LONG)
     try:
         value = function(rank, world, *args)
     except BaseException:
         failed = traceback.format_exc()
     faulthandler.cancel_dump_traceback_later()
-    copies = {way: count - before[way] for way, count in device.copies().items()}
+    copies = {kind: count - before[kind] for kind, count in device.copies().items()}
     return Seen(value, failed, device.races(), device.journal(), copies)

@@ -1,4 +1,7 @@
-"""A pool like that of `tests.pool`, whose workers have simulated GPUs and NCCL. A task fails where something raced or would deadlock."""
+"""A pool like that of `tests.pool`, whose workers have simulated GPUs and NCCL.
+
+Races and deadlocks fail a task.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from tests.simulated_device.build import ROOT, environment
 from tests.simulated_device.deadlocks import stuck
 
 SECONDS = 240
-"""That a task may take."""
+"""Longest time of a task."""
 DEVICES = 8
 SLACK = 60
-"""Seconds in which the workers are started or killed."""
+"""Seconds to start or kill the workers."""
 
 
 class Races(WorkerFailed):
-    """Streams, or the host, touched the same memory without an order."""
+    """Unordered streams, or a stream and the host, accessed the same memory."""
 
 
 class Deadlock(WorkerFailed):
@@ -31,37 +34,43 @@ class Deadlock(WorkerFailed):
 
 @dataclass(frozen=True)
 class Record:
-    """Of one task."""
+    """Devices and races of a task."""
 
     devices: int
     races: int
 
 
 RECORDS: list[Record] = []
-"""Of every task of all pools, until somebody clears it."""
+"""Records of the tasks of all pools, which a fixture clears."""
 
 
 class SimulatedPool:
-    """Started when first needed, and anew after a failure."""
+    """Pool that is started when it is first needed, and again after a failure."""
 
     def __init__(self, **variables):
-        """`variables` of the workers' environment."""
+        """Create a pool whose workers have some environment variables."""
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def run(self, world_size, function, *args):
-        """`function(rank, world_size, *args)` in every worker: results by rank. Raises WorkerFailed, Races and Deadlock."""
+        """Run `function(rank, world_size, *args)` on every rank, and return the results by rank.
+
+        Raises:
+            WorkerFailed: A rank raised an error.
+            Races: Two accesses to the same memory were not ordered.
+            Deadlock: NCCL would not end.
+        """
         return [seen.value for seen in self.watch(world_size, function, *args)]
 
     def watch(self, world_size, function, *args):
-        """The same, with everything that was seen."""
-        found = self.ask(world_size, function, *args)
-        judge(found)
-        return found
+        """Run a function as `run` does, and return the observations of every rank."""
+        results = self.ask(world_size, function, *args)
+        judge(results)
+        return results
 
     def ask(self, world_size, function, *args):
-        """The same, not judged."""
+        """Run a function and return the observations, without errors for races and deadlocks."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
@@ -70,25 +79,24 @@ class SimulatedPool:
             if not self._connection.poll(SECONDS + SLACK):
                 self.close()
                 raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
-            answered, found = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):  # it says why in its own output
+            answered, results = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):  # its output has the reason
             self.close()
             raise WorkerFailed("the process that starts the workers has ended") from None
         if not answered:
-            raise WorkerFailed(found)
-        RECORDS.append(Record(world_size, sum(len(seen.races) for seen in found)))
-        return found
+            raise WorkerFailed(results)
+        RECORDS.append(Record(world_size, sum(len(seen.races) for seen in results)))
+        return results
 
     def _start(self):
         self._connection, theirs = Pipe()
-        command, variables = (
-            [sys.executable, "-m", "tests.simulated_device.host"],
-            {**environment(devices=DEVICES), **self._variables},
-        )
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*command, str(number)], env=variables, cwd=ROOT, pass_fds=[number]
+                [sys.executable, "-m", "tests.simulated_device.host", str(number)],
+                env={**environment(devices=DEVICES), **self._variables},
+                cwd=ROOT,
+                pass_fds=[number],
             )
 
     def close(self):
@@ -102,16 +110,16 @@ class SimulatedPool:
         self._connection = self._process = None
 
 
-def judge(found):
-    """Raise what is wrong; a deadlock first, which explains what failed."""
-    waiting = stuck([seen.journal for seen in found])
-    failed = [f"rank {rank}:\n{seen.failed}" for rank, seen in enumerate(found) if seen.failed]
+def judge(results):
+    """Raise an error for deadlocks, failures and races. A deadlock explains failures."""
+    waiting = stuck([seen.journal for seen in results])
+    failed = [f"rank {rank}:\n{seen.failed}" for rank, seen in enumerate(results) if seen.failed]
     if waiting:
         raise Deadlock("\n".join([waiting, *failed]))
     if failed:
         raise WorkerFailed("\n".join(failed))
     races = Counter(
-        f"rank {rank}: {race}" for rank, seen in enumerate(found) for race in seen.races
+        f"rank {rank}: {race}" for rank, seen in enumerate(results) for race in seen.races
     )
     if races:
         raise Races("\n".join(f"{count} x {race}" for race, count in races.most_common(20)))

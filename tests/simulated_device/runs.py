@@ -1,4 +1,4 @@
-"""What the tests train on simulated GPUs. Imported by workers."""
+"""Configurations and training runs on simulated GPUs. Ranks import it."""
 
 from __future__ import annotations
 
@@ -40,69 +40,80 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def on_axes(tp, dp, stage, technique, states):
-    """A configuration file without a pipeline; two micro-batches. With tp also along the sequence, by turns, and in chunks."""
+    """Return a configuration without a pipeline and with two micro-batches.
+
+    With tp, some stages have sequence parallelism and others overlapped sums.
+    """
     sequence = tp > 1 and stage >= 2 and technique != "chunks of the loss"
-    more = TECHNIQUES[technique] | (
-        {"tensor_overlap": 2} if tp > 1 and not sequence and stage else {}
-    )
-    config = tensor_parallel.settings(tp * dp, tp, stage, 2 if dp == 4 else 1, 2, sequence, **more)
+    parallel = dict(TECHNIQUES[technique])
+    if tp > 1 and not sequence and stage:
+        parallel["tensor_overlap"] = 2
+    replicas = 2 if dp == 4 else 1
+    config = tensor_parallel.settings(tp * dp, tp, stage, replicas, 2, sequence, **parallel)
     config["zero_optimization"] |= STATES[states]
     return config
 
 
 def fits(tp, dp, stage, technique, states):
-    """Whether Plait takes it, and it is not another row."""
+    """Return whether Plait supports a combination, and it does not repeat another."""
     if "parameters" in states and stage < 3:
         return False
-    return (
-        (stage > 0 or states == "on the device")
-        and (stage == 0 or not technique.startswith("all-reduce"))
-        and (dp > 1 or stage == 0)
-    )
+    if stage == 0:
+        return states == "on the device"
+    return dp > 1 and not technique.startswith("all-reduce")
 
 
 def in_stages(schedule, pp, tp, dp, stage, technique):
-    """A configuration file with a pipeline."""
+    """Return a configuration with a pipeline."""
     shard = {"dp_replicate": dp} if stage == 0 else {"dp_shard": dp}
     return pipelines.settings(stage, 8, schedule, pp=pp, tp=tp, **shard, **TECHNIQUES[technique])
 
 
 def config_of(world, stage, *, parallel, zero=None, **more):
-    """A configuration file with data parallelism."""
+    """Return a configuration with data parallelism."""
     degrees = {"dp_shard": world} if stage else {"dp_replicate": world}
+    # Without a measurement the choice of the algorithm does not depend on the load of the machine.
+    degrees["measure_seconds"] = 0
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage, **(zero or {})},
         "optimizer": cases.OPTIMIZER,
-        "parallel": {
-            **degrees,
-            "measure_seconds": 0,
-            **parallel,
-        },  # which algorithm runs does not depend on the machine's load
+        "parallel": {**degrees, **parallel},
         "run": {"seed": SEED},
         **more,
     }
 
 
-def resumed(rank, world, config, folder, dtype, beside=False):
-    """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. `beside`: it is written
-    while the training goes on. Runs in a worker."""
+def micro_batches_of(engine, step):
+    """Return the micro-batches of a step that belong to the engine's data-parallel rank."""
+    count = engine.config.batch.accumulation
+    return list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+
+
+def resumed(rank, world, config, folder, dtype, asynchronous=False):
+    """Train two steps, save, train two more, and repeat the last two from the checkpoint.
+
+    Runs on every rank. With `asynchronous`, the checkpoint is written during the next step.
+
+    Returns:
+        The traces of the last two steps and of their repetition, and the devices of the residuals
+        of both engines by name.
+    """
     device: Any = sys.modules.get("simulated_device.on_torch")
     model = cases.build("llama", tied=True, dtype=dtype)
     with keeping_float64(model):
         straight = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     steps = cases.ragged_steps(straight.dp_size * config["gradient_accumulation_steps"], steps=4)
     engine_trace(straight, steps[:2])
-    before = device.copies() if beside else {}
-    straight.save_checkpoint(folder, wait=not beside)
-    if beside:
+    before = device.copies() if asynchronous else {}
+    straight.save_checkpoint(folder, wait=not asynchronous)
+    if asynchronous:
         staged = device.copies()["deferred"] - before["deferred"]
-        there = sum(
-            parameter.device.type != "cpu" for parameter in straight.model.parameters()
-        )  # others are offloaded with their states
-        assert staged >= there, f"{staged} copies did not wait"
+        # Offloaded parameters are on the host already.
+        on_device = sum(p.device.type != "cpu" for p in straight.model.parameters())
+        assert staged >= on_device, f"{staged} copies did not wait"
     on = engine_trace(straight, steps[2:])
     straight.checkpoint_written(wait=True)
     again = plait.initialize(
@@ -111,60 +122,62 @@ def resumed(rank, world, config, folder, dtype, beside=False):
     again.load_checkpoint(folder)
     residuals = [engine.hooks.find(Residuals) for engine in (straight, again)]
     kinds = [
-        {name: tensor.device.type for name, tensor in found.state().items()}
-        for found in residuals
-        if found is not None
+        {name: tensor.device.type for name, tensor in residual.state().items()}
+        for residual in residuals
+        if residual is not None
     ]
     return on, engine_trace(again, steps[2:]), kinds
 
 
 def steps_taken(rank, world, config, count, dtype=torch.float32):
-    """`train_batch` alone, as a program calls it: how the last step copied, and pinned memory before, with and after the engine. Runs in a
-    worker."""
+    """Train and observe copies. Runs on every rank.
+
+    Returns:
+        The copies of the last step by kind, the losses, and the bytes of pinned memory before, with
+        and after the engine.
+    """
     device: Any = sys.modules["simulated_device.on_torch"]
     pinned = [device.pinned_bytes()]
     engine = plait.initialize(
         cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss
     )
-    micro = config["gradient_accumulation_steps"]
+    accumulation = config["gradient_accumulation_steps"]
     losses = []
-    for step in cases.ragged_steps(engine.dp_size * micro, steps=count):
+    for step in cases.ragged_steps(engine.dp_size * accumulation, steps=count):
         before = device.copies()
-        losses.append(
-            engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
-        )
+        losses.append(engine.train_batch(micro_batches_of(engine, step)))
         after = device.copies()
     pinned.append(device.pinned_bytes())
-    found = [float(result.loss) for result in losses]
+    values = [float(result.loss) for result in losses]
     engine.close()
     del engine, losses
     torch.cuda.synchronize()
     pinned.append(device.pinned_bytes())
     return {
-        "copies": {way: after[way] - before[way] for way in after},
+        "copies": {kind: after[kind] - before[kind] for kind in after},
         "pinned": pinned,
-        "losses": found,
+        "losses": values,
     }
 
 
 def moved(rank, world, saving, loading, folder):
-    """Losses of two steps, and of the same steps from a checkpoint on another layout. Runs in a worker."""
+    """Return the losses of two steps, and of the same steps from a checkpoint on another layout.
+
+    Runs on every rank.
+    """
     losses = []
     for config in (saving, loading):
         engine = plait.initialize(
             cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss
         )
-        micro = config["gradient_accumulation_steps"]
-        steps = cases.ragged_steps(engine.dp_size * micro, steps=3)
+        steps = cases.ragged_steps(engine.dp_size * config["gradient_accumulation_steps"], steps=3)
         if config is saving:
-            engine.train_batch(
-                list(steps[0][engine.dp_rank * micro : (engine.dp_rank + 1) * micro])
-            )
+            engine.train_batch(micro_batches_of(engine, steps[0]))
             engine.save_checkpoint(folder)
         else:
             engine.load_checkpoint(folder)
-        mine = slice(engine.dp_rank * micro, (engine.dp_rank + 1) * micro)
-        losses += [float(engine.train_batch(list(step[mine])).loss) for step in steps[1:]]
+        for step in steps[1:]:
+            losses.append(float(engine.train_batch(micro_batches_of(engine, step)).loss))
         dist.barrier()
         assert Path(folder).exists()
     return losses[:2], losses[2:]

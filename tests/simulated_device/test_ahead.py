@@ -1,5 +1,7 @@
-"""The program runs ahead of the device: numbers that are read later, times, checkpoints beside the training, batches. Like `test_waits`,
-one place of the package at a time."""
+"""The program runs ahead of the device, which asynchronous reads, times and checkpoints respect.
+
+Each test reaches one place of the package.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from plait.verify.parity import compare, worst
 from tests.checkpoints import put
 from tests.parity import cases
 from tests.parity.digests import digest
-from tests.simulated_device.runs import config_of, resumed, steps_taken
+from tests.simulated_device.runs import config_of, micro_batches_of, resumed, steps_taken
 
 CUDA = torch.device("cuda", 0)
 
 
 class Averaging(nn.Module):
-    """A buffer that changes at every step, and one that begins to on rank 1 in the third."""
+    """A model with a buffer that changes in every step, and one that rank 0 changes from step 2."""
 
     def __init__(self):
         super().__init__()
@@ -55,36 +57,37 @@ class Averaging(nn.Module):
 
 
 def averaged(rank, world):
-    """Buffers after every step, which the host reads at the end. Runs in a worker."""
+    """Return the buffers after every step, which are read at the end. Runs on every rank."""
     torch.manual_seed(2)
     loss = plait.per_sample(lambda output, batch: (output - batch[1]).pow(2).sum())
     config = config_of(world, 0, parallel={"unused_parameters": False})
-    engine = plait.initialize(
-        Averaging(), config | {"gradient_accumulation_steps": 1}, loss_fn=loss
-    )
-    found, waited = [], []
+    config["gradient_accumulation_steps"] = 1
+    engine = plait.initialize(Averaging(), config, loss_fn=loss)
+    on_device = engine.device.type != "cpu"
+    buffers = []
+    waited = []
     for step in range(6):
         x = torch.full((2, 3), float(step + rank))
-        before = _device().copies()["waited"] if engine.device.type != "cpu" else 0
+        before = _device().copies()["waited"] if on_device else 0
         engine.train_batch([(x, x[:, :1])])
-        waited.append(_device().copies()["waited"] - before if engine.device.type != "cpu" else 0)
-        found.append([buffer[:1].clone() for buffer in engine.model.buffers()])
-    assert waited[1:3] == [0, 0], (
-        f"the answer whether any rank saw a buffer change is not waited for: {waited}"
-    )
-    return [[float(buffer) for buffer in step] for step in found]
+        if on_device:
+            waited.append(_device().copies()["waited"] - before)
+        buffers.append([buffer[:1].clone() for buffer in engine.model.buffers()])
+    # Ranks ask each other whether a buffer changed, and read the answer later.
+    assert waited[1:3] == ([0, 0] if on_device else [])
+    return [[float(buffer) for buffer in step] for step in buffers]
 
 
 def test_buffers(simulated, pool):
-    """The first rank's, also where they begin to change late."""
-    found = simulated.run(2, averaged)
-    np.testing.assert_allclose(found, pool.run(2, averaged), rtol=1e-6)
-    assert found[0][-1] == found[1][-1]
-    assert found[0][-1][1] > 0
+    """All ranks have the buffers of the first, even if they change after some steps."""
+    actual = simulated.run(2, averaged)
+    np.testing.assert_allclose(actual, pool.run(2, averaged), rtol=1e-6)
+    assert actual[0][-1] == actual[1][-1]
+    assert actual[0][-1][1] > 0
 
 
 class Counted:
-    """A user's loss."""
+    """A loss whose weight differs from `weight` by an error."""
 
     def __init__(self, wrong):
         self.wrong = wrong
@@ -98,10 +101,9 @@ class Counted:
 
 
 def weighed(rank, world, wrong):
-    """Runs in a worker."""
-    engine = plait.initialize(
-        cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong)
-    )
+    """Runs on every rank."""
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, config_of(1, 0, parallel={}), loss_fn=Counted(wrong))
     before = _device().copies()["waited"]
     waited = []
     try:
@@ -116,15 +118,16 @@ def weighed(rank, world, wrong):
 
 
 def test_weights_of_a_loss(simulated):
-    """Compared a step later, without waiting in between."""
+    """They are compared a step later, without a wait in between."""
     assert simulated.run(1, weighed, 0.0) == [""]
     assert "the loss returned weights" in simulated.run(1, weighed, 1.0)[0]
 
 
 class Paced:
-    """Steps of a second of the device's clock, validations of ten."""
+    """An engine whose steps take a second of the device's clock, and whose validations take ten."""
 
-    device, rank = CUDA, 0
+    device = CUDA
+    rank = 0
 
     def __init__(self):
         self.now = 0.0
@@ -154,40 +157,55 @@ class Paced:
 
 
 def paced(rank, world, folder):
-    """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
+    """Return the seconds of every step, as in metrics.jsonl. Runs on every rank."""
     events: list[Event] = []
-    sequences = Sequences(
-        Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0
-    )
     _device().set_clock(0.0)
-    with StopRequest() as stop:
-        job = TrainingContext(
-            engine=Paced(),
-            section=RunSection(steps=7, validate_every=2, checkpoint_every=3),
-            loader=Loader(sequences, 2, seed=0),
-            validation=lambda: iter([{}]),
-            checkpoints=Path(folder),
-            client_state={},
-            started=RunStarted(0, 7, 1, 10, "one process", folder),
-            stop=stop,
-            emit=events.append,
-        )
-        train(job, Position())
+    run_loop(
+        Paced(),
+        folder,
+        section=RunSection(steps=7, validate_every=2, checkpoint_every=3),
+        loader=Loader(sequences_of(10, repeats=4), 2, seed=0),
+        validation=lambda: iter([{}]),
+        emit=events.append,
+    )
     _device().set_clock(-1)
     return [event.seconds for event in events if isinstance(event, StepDone)]
 
 
+def sequences_of(count, *, repeats):
+    """Return sequences of `repeats` equal tokens."""
+    tokens = np.repeat(np.arange(count, dtype=np.uint16), repeats)
+    return Sequences(Stream(tokens, np.array([len(tokens)])), repeats, padding=0)
+
+
+def run_loop(engine, folder, *, section, **fields):
+    """Run the loop of `plait train`."""
+    started = RunStarted(0, section.steps, dist.get_world_size(), 10, "processes", folder)
+    with StopRequest() as stop:
+        context = TrainingContext(
+            engine=engine,
+            section=section,
+            checkpoints=Path(folder),
+            client_state={},
+            started=started,
+            stop=stop,
+            **fields,
+        )
+        train(context, Position())
+
+
 def test_seconds_of_a_step(simulated, tmp_path):
-    """Also of the first, and of those before a validation, a checkpoint and the end, whose numbers are read together."""
+    """Numbers of steps before a validation, a checkpoint and the end are read together."""
     assert simulated.run(1, paced, str(tmp_path)) == [pytest.approx([1.0] * 7)]
 
 
 def clocked(rank, world):
-    """Seconds of a step whose end is behind a copy. Runs in a worker."""
+    """Return the seconds of a step whose end is queued behind a copy. Runs on every rank."""
     _device().set_clock(1.0)
     clock = StepClock(CUDA)
-    host, there = torch.zeros(4).pin_memory(), torch.ones(4, device=CUDA)
-    host.copy_(there, non_blocking=True)
+    host = torch.zeros(4).pin_memory()
+    x = torch.ones(4, device=CUDA)  # has a name, because freeing it would end the copy
+    host.copy_(x, non_blocking=True)
     ended = clock.mark()
     _device().set_clock(3.0)
     seconds = clock.seconds(ended)
@@ -200,58 +218,60 @@ def test_the_end_of_a_step_is_waited_for(simulated):
 
 
 def staged(rank, world):
-    """What the thread that writes is given. Runs in a worker."""
-    tensors = {"x": torch.arange(4.0, device=CUDA)}
-    found = Writer(SimpleNamespace(device=CUDA))._stage(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
-    return found["x"].tolist()
+    """Return a tensor as the thread that writes gets it. Runs on every rank."""
+    snapshot = SimpleNamespace(tensors={"x": torch.arange(4.0, device=CUDA)})
+    # The copy is internal, and in a complete save another wait would hide a missing one.
+    copies = Writer(SimpleNamespace(device=CUDA))._stage(snapshot)
+    return copies["x"].tolist()
 
 
 def test_what_is_staged_has_arrived(simulated):
     assert simulated.run(1, staged) == [[0.0, 1.0, 2.0, 3.0]]
 
 
-def test_a_checkpoint_beside_the_training(simulated, row, tmp_path):
-    """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
-    straight, again, _ = simulated.run(
-        2, resumed, config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True
-    )[0]
+def test_asynchronous_checkpoint_has_the_values_of_its_step(simulated, row, tmp_path):
+    """The copies to the host do not wait for each other."""
+    arguments = (config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True)
+    straight, again, _ = simulated.run(2, resumed, *arguments)[0]
     assert digest(straight) == digest(again)
-    row(
-        "dp 2, ZeRO 1, checkpoint beside the training",
-        "without a resume",
-        worst(compare(straight, again)).error,
-    )
+    error = worst(compare(straight, again)).error
+    row("dp 2, ZeRO 1, checkpoint beside the training", "without a resume", error)
 
 
 def test_batches_are_copied_from_pinned_memory(simulated):
-    """They overlap with the step before."""
-    found = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
-    assert found["pageable"] == 0
-    assert found["deferred"] >= 2 * 3, "two micro-batches of three tensors"
+    """The copies overlap with the previous step."""
+    copies = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
+    assert copies["pageable"] == 0
+    assert copies["deferred"] >= 2 * 3, "two micro-batches of three tensors"
 
 
 def expanded(rank, world):
-    """Whether an expanded batch arrives. Runs in a worker."""
+    """Return whether an expanded batch is copied. Runs on every rank."""
     positions = torch.arange(5).expand(3, 5)
     return bool((to_device(positions, CUDA).cpu() == positions).all())
 
 
-def test_an_expanded_batch_arrives(simulated):
-    """Position ids are often expanded; such a tensor cannot be pinned as it is."""
+def test_expanded_batch_is_copied(simulated):
+    """Position ids are often expanded, and such a tensor cannot be pinned."""
     assert simulated.run(1, expanded) == [True]
 
 
 def waiting(rank, world, config):
-    """How often the host waited in four steps of a loss whose weight is a number, beside the writing of a checkpoint, and in asking
-    whether to stop. Runs in a worker."""
+    """Count the waits of the host. Runs on every rank.
+
+    Returns:
+        The waits in each of four steps while a checkpoint is written, and those in asking whether
+        to stop.
+    """
     loss = plait.per_sample(lambda output, batch: output.logits.float().mean((1, 2)).sum())
     engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=loss)
-    engine._writer._unsettled = Future()
-    micro, waited = config["gradient_accumulation_steps"], []
-    # Transformers reads a mask that it is given, to see whether it hides anything.
-    for step in cases.ragged_steps(engine.dp_size * micro, steps=4, keys=()):
+    engine._writer._unsettled = Future()  # a write that does not end during the steps
+    waited = []
+    micro_batches = engine.dp_size * config["gradient_accumulation_steps"]
+    # Without masks, because Transformers reads them to see whether they hide anything.
+    for step in cases.ragged_steps(micro_batches, steps=4, keys=()):
         before = _device().blocked()["drained"]
-        engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
+        engine.train_batch(micro_batches_of(engine, step))
         waited.append(_device().blocked()["drained"] - before)
     engine._writer._unsettled = None
     before = _device().blocked()["all"]
@@ -261,14 +281,14 @@ def waiting(rank, world, config):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_waits_for_nothing(simulated, stage):
-    """The program runs ahead of the device; a number that is copied from memory that is not pinned would stop it."""
-    for steps, asked in simulated.run(2, waiting, config_of(2, stage, parallel={})):
-        assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
+def test_step_waits_for_nothing(simulated, stage):
+    """A copy from memory that is not pinned would stop the program."""
+    for steps, stop_waits in simulated.run(2, waiting, config_of(2, stage, parallel={})):
+        assert steps[1:] == [0, 0, 0] and stop_waits == 0, (steps, stop_waits)
 
 
 def ahead(rank, world, config, folder):
-    """Run `plait train`'s loop with a metrics file over a model of Transformers. Runs in a worker.
+    """Run the loop of `plait train` with a metrics file and a Llama. Runs on every rank.
 
     Returns:
         By step, how often the program has waited for the device, and how often so that the device
@@ -276,9 +296,6 @@ def ahead(rank, world, config, folder):
     """
     model = cases.build("llama", tied=True, dtype=torch.float32)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    sequences = Sequences(
-        Stream(np.arange(100, dtype=np.uint16).repeat(8), np.array([800])), 8, padding=0
-    )
     metrics = MetricsFile(Path(folder) / f"metrics-{rank}.jsonl")
     blocked: list[dict[str, int]] = []
 
@@ -287,80 +304,75 @@ def ahead(rank, world, config, folder):
         if isinstance(event, StepDone):
             blocked.append(_device().blocked())
 
-    with StopRequest() as stop:
-        job = TrainingContext(
-            engine=engine,
-            section=RunSection(steps=8, validate_every=0, checkpoint_every=0),
-            loader=Loader(sequences, 4, seed=0, dp_rank=engine.dp_rank, dp_size=engine.dp_size),
-            validation=lambda: iter([]),
-            checkpoints=Path(folder),
-            client_state={},
-            started=RunStarted(0, 8, world, 10, "two processes", folder),
-            stop=stop,
-            emit=emit,
-        )
-        train(job, Position())
-    waits, idle = (
-        [after[kind] - before[kind] for before, after in pairwise(blocked)]
-        for kind in ("all", "drained")
+    sequences = sequences_of(100, repeats=8)
+    run_loop(
+        engine,
+        folder,
+        section=RunSection(steps=8, validate_every=0, checkpoint_every=0),
+        loader=Loader(sequences, 4, seed=0, dp_rank=engine.dp_rank, dp_size=engine.dp_size),
+        validation=lambda: iter([]),
+        emit=emit,
     )
-    losses = [
-        row["loss"]
-        for row in read_metrics(Path(folder) / f"metrics-{rank}.jsonl")
-        if row["event"] == "step"
-    ]
-    return waits, idle, losses
+    steps = list(pairwise(blocked))
+    waits = [after["all"] - before["all"] for before, after in steps]
+    idle = [after["drained"] - before["drained"] for before, after in steps]
+    rows = read_metrics(Path(folder) / f"metrics-{rank}.jsonl")
+    return waits, idle, [row["loss"] for row in rows if row["event"] == "step"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_run_with_metrics_never_lets_the_device_idle(simulated, stage, tmp_path):
-    """The numbers of a step are read while the next one is queued, and nothing else is waited for."""
+def test_run_with_metrics_never_lets_the_device_idle(simulated, stage, tmp_path):
+    """The numbers of a step are read while the next one is queued."""
     config = config_of(2, stage, parallel={}) | {"gradient_accumulation_steps": 1}
     for waits, idle, losses in simulated.run(2, ahead, config, str(tmp_path)):
-        # The first steps measure and allocate. The numbers of the last two are read together, at the end.
+        # The first steps measure and allocate. The numbers of the last two are read together.
         assert idle[2:6] == [0, 0, 0, 0], (waits, idle)
         assert max(waits[2:6]) <= 2, f"for the numbers and for the end of the step before: {waits}"
         assert len(losses) == 8 and losses[-1] < losses[0]
 
 
 def meshes(rank, world):
-    """Sums over the axes of a mesh that is made where two of four ranks are in one group more. Runs in a worker."""
+    """Return sums over the axes of a mesh, two of whose ranks have a group more.
+
+    Runs on every rank.
+    """
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     mesh = build_mesh(Layout(cp=2, tp=2), host_tensors=True)
-    found = []
+    sums = []
     for device in ("cpu", "cuda"):
         for axis in ("cp", "tp"):
             tensor = torch.full((1,), float(rank), device=device)
             dist.all_reduce(tensor, group=mesh.group(axis))
-            found.append(float(tensor))
-    return found
+            sums.append(float(tensor))
+    return sums
 
 
 def test_ranks_of_unequally_many_groups_make_a_mesh(simulated):
-    """gloo's half of a group that is split from the default one is found by its name."""
+    """The name of a group that is split from the default one leads to its gloo half."""
     assert simulated.run(4, meshes) == [[2, 1, 2, 1], [4, 1, 4, 1], [2, 5, 2, 5], [4, 5, 4, 5]]
 
 
 def failed(rank, world):
-    """What is raised in three calls on a rank, after rank 1's write has failed. Runs in a worker."""
-    writer, told = Writer(build_mesh(Layout(dp_replicate=world))), []
-    writer._unsettled = written = Future()
+    """Return the errors of three steps after a failed write of rank 1. Runs on every rank."""
+    writer = Writer(build_mesh(Layout(dp_replicate=world)))
+    messages = []
+    writer._unsettled = written = Future()  # in place of a thread, whose time would be random
     if rank == 1:
         written.set_exception(CheckpointError("no space"))
     for _ in range(3):
         try:
             writer.raise_failed()
-            told.append("")
+            messages.append("")
         except CheckpointError as error:
-            told.append(str(error))
+            messages.append(str(error))
         if rank == 0 and not written.done():
             written.set_exception(CheckpointError("rank 1 has no space"))
-    return told
+    return messages
 
 
-def test_a_failed_write_is_told_on_all_ranks_a_step_later(simulated):
-    """Where the answer would be waited for otherwise."""
+def test_failed_write_is_raised_on_all_ranks_a_step_later(simulated):
+    """The program would have to wait for the device to raise it at once."""
     assert simulated.run(2, failed) == [["", "rank 1 has no space", ""], ["", "no space", ""]]
 
 

@@ -1,4 +1,4 @@
-"""The command on simulated GPUs, in processes as a user starts them: nothing knows that they are simulated."""
+"""Commands on simulated GPUs, in processes as a user starts them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SMALL: dict[str, Any] = {
 
 
 def plait(place, *arguments, devices=2):
-    """What it prints; the processes that it starts have the devices too."""
-    ran = subprocess.run(
+    """Run a command and return its output. Processes that it starts have the devices, too."""
+    done = subprocess.run(
         [sys.executable, "-m", "plait", *arguments],
         cwd=place,
         env={
@@ -48,66 +48,51 @@ def plait(place, *arguments, devices=2):
         timeout=SECONDS,
         check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_doctor(device, tmp_path):
-    """Names what it finds."""
-    found = json.loads(plait(tmp_path, "doctor", "--json"))
-    assert found["gpus"]["count"] == 2, found
-    assert "simulated device" in json.dumps(found)
-    assert "2.28.9" in json.dumps(found)
+    report = json.loads(plait(tmp_path, "doctor", "--json"))
+    assert report["gpus"]["count"] == 2, report
+    assert "simulated device" in json.dumps(report)
+    assert "2.28.9" in json.dumps(report)
 
 
 def test_train(device, tmp_path):
-    """Two GPUs, a validation and a checkpoint; every step has its seconds."""
+    """Two GPUs run validations and a checkpoint, and the metrics have the time of every step."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     plait(tmp_path, "train", "small.json")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    steps = [
-        line
-        for line in map(json.loads, metrics.read_text().splitlines())
-        if "loss" in line and "seconds" in line
-    ]
+    rows = map(json.loads, metrics.read_text().splitlines())
+    steps = [row for row in rows if "loss" in row and "seconds" in row]
     assert len(steps) >= SMALL["run"]["steps"]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert any(line.get("memory_bytes") for line in steps)
 
 
-def test_a_dry_run_on_the_device(device, tmp_path):
-    """One rank of two, alone on one GPU, with true peaks."""
+def test_dry_run_on_the_device(device, tmp_path):
+    """A rank of two runs without the other on one GPU, with real peaks."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    told = plait(
-        tmp_path,
-        "dryrun",
-        "small.json",
-        "--on-device",
-        "--world-size",
-        "2",
-        "--gpu",
-        "h100",
-        devices=1,
-    )
-    assert "simulated device" in told, told
+    options = "--on-device --world-size 2 --gpu h100"
+    output = plait(tmp_path, "dryrun", "small.json", *options.split(), devices=1)
+    assert "simulated device" in output, output
 
 
-def test_calibration_of_a_device_that_the_planner_does_not_know(device, tmp_path):
-    """Is refused, with those that it knows. What is measured of a known one has a GPU's sizes, too large for the host; its parts are run by
-    `test_waits`."""
-    with pytest.raises(
-        AssertionError, match="GPU 'simulated device .* not in the catalogue; known are v100"
-    ):
+def test_calibration_of_an_unknown_device_is_refused(device, tmp_path):
+    """A known GPU would be measured at sizes that are too large for the host. test_waits.py runs
+    the parts of a calibration."""
+    message = "GPU 'simulated device .* not in the catalogue; known are v100"
+    with pytest.raises(AssertionError, match=message):
         plait(tmp_path, "calibrate", "--rounds", "1", "--steps", "1", "--out", "here.json")
     assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.wide
-def test_what_is_marked_gpu(device):
-    """The tests that need a GPU, on a simulated one."""
-    places = ["tests/parity/test_offload_gpu.py", "tests/fake/test_dry_run.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *places]
-    ran = subprocess.run(
+def test_tests_that_need_a_gpu(device):
+    files = ["tests/parity/test_offload_gpu.py", "tests/fake/test_dry_run.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
         command,
         cwd=ROOT,
         env=environment(devices=2),
@@ -116,4 +101,4 @@ def test_what_is_marked_gpu(device):
         timeout=SECONDS,
         check=False,
     )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]

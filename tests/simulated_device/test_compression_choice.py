@@ -1,4 +1,4 @@
-"""The choice of compression by step time on simulated devices: the host waits for the device only until it has decided."""
+"""Choice of compression by step time: the host waits for the device only until the decision."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,24 +12,24 @@ from plait.parallel.data import compression
 from plait.parallel.data.compression import CompressionAutotuner
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.simulated_device.runs import config_of
+from tests.simulated_device.runs import config_of, micro_batches_of
 
 SECONDS = {"int8": 0.5, "int4": 0.49}
-"""Of a step by its candidate; int4 saves less than a twentieth of int8's."""
+"""Time of a step by candidate. int4 saves less than a twentieth of the time with int8."""
 
 
 def decided(rank, world, stage, uncompressed_seconds=1.0):
-    """Steps until the decision, and two more. Runs in a worker."""
+    """Train for more steps than the decision needs. Runs on every rank."""
     config = config_of(world, stage, parallel={"compress_gradients": "auto"})
-    engine = plait.initialize(
-        cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss
-    )
+    model = cases.build("llama", tied=True, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     tuner = engine.hooks.find(CompressionAutotuner)
     assert tuner is not None and engine.device.type == accelerator.NAME
-    batch = cases.ragged_steps(engine.dp_size * 2, steps=1)[0][
-        2 * engine.dp_rank : 2 * engine.dp_rank + 2
-    ]
-    clock, waits, losses, decided_at = 0.0, 0, [], []
+    batch = micro_batches_of(engine, cases.ragged_steps(engine.dp_size * 2, steps=1)[0])
+    clock = 0.0
+    waits = 0
+    losses = []
+    decided_at = []
 
     def now():
         nonlocal clock
@@ -53,16 +53,13 @@ def decided(rank, world, stage, uncompressed_seconds=1.0):
                 decided_at.append(step)
     with count_traffic() as traffic:
         engine.train_batch(batch)
-    sent = sorted(
-        {str(call.dtype) for call in traffic.calls if call.kind in ("reduce_scatter", "all_to_all")}
-    )
     engine.close()
     return {
         "code": int(tuner.decision),
         "losses": losses,
         "decided_at": decided_at,
         "waits": waits,
-        "sent": sent,
+        "sent": sorted(map(str, traffic.dtypes("reduce_scatter"))),
     }
 
 
@@ -76,7 +73,7 @@ def test_all_ranks_choose_by_step_time(simulated, stage):
 
 
 def test_uncompressed_gradients_are_restored(simulated):
-    """Candidates that save nothing are taken out of the sharded units again."""
+    """Candidates that save no time are removed from the sharded units."""
     first, second = simulated.run(2, decided, 2, 0.1)
     assert first == second
     assert first["code"] == 0

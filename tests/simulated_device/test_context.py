@@ -1,4 +1,4 @@
-"""Parts of sequences on simulated GPUs: each kind of context parallelism, with attention in tiles and the order of NCCL's messages."""
+"""Context parallelism on simulated GPUs, with attention in tiles and NCCL's order of messages."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_parts_of_sequences(simulated, row, case):
     """Losses, gradients, norms and weights are those of one process on the CPU, on both ranks."""
-    found = [
-        worst(compare(reference(case), trace)) for trace in simulated.run(case.world, train, case)
-    ]
-    assert all(difference.ok(1e-10) for difference in found), found
-    row(
-        f"cp 2 ({case.kind}), {case.data} rows, ZeRO {case.stage}",
-        "one process on the CPU",
-        max(difference.error for difference in found),
-    )
+    traces = simulated.run(case.world, train, case)
+    differences = [worst(compare(reference(case), trace)) for trace in traces]
+    assert all(difference.ok(1e-10) for difference in differences), differences
+    name = f"cp 2 ({case.kind}), {case.data} rows, ZeRO {case.stage}"
+    row(name, "one process on the CPU", max(difference.error for difference in differences))
 
 
 def prepared(rank, world, case):
-    """Where documents were looked for in a step of two micro-batches, how often preparing a micro-batch waited for the device, and the
-    documents' bounds. Runs in a worker."""
+    """Observe the search for documents in a step of two micro-batches. Runs on every rank.
+
+    Returns:
+        The devices on which documents were searched, the number of waits for the device in the
+        preparation of a micro-batch, and the bounds of all documents.
+    """
     device: Any = sys.modules["simulated_device.on_torch"]
-    places, bounds = [], []
+    places = []
+    bounds = []
     find = PackedDocuments.from_starts
 
     def noted(starts, on):
         places.append(starts.device.type)
-        found = find(starts, on)
-        assert found.bounds.device.type == "cuda"
-        bounds.append(found.bounds)
-        return found
+        documents = find(starts, on)
+        assert documents.bounds.device.type == "cuda"
+        bounds.append(documents.bounds)
+        return documents
 
     model: Any = build(case)
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -65,7 +66,7 @@ def prepared(rank, world, case):
 
 
 def test_documents_are_found_on_the_host(simulated):
-    """Once per micro-batch, before it is copied to the device; no layer asks the device, in the forward or in a recomputation."""
+    """They are searched once per micro-batch. Neither layers nor recomputation ask the device."""
     case = Case("ulysses", "packed", stage=0, settings=(("recompute", {"mode": "full"}),))
     for places, waited, bounds in simulated.run(2, prepared, case):
         assert places == ["cpu", "cpu"]

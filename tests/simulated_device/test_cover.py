@@ -1,4 +1,4 @@
-"""Techniques x layouts on 2, 4 and 8 simulated GPUs: the numbers of one CPU process to 1e-10, no race, no deadlock of NCCL."""
+"""Techniques and layouts on simulated GPUs equal one CPU process, without races and deadlocks."""
 
 from itertools import product
 
@@ -29,38 +29,40 @@ AXES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)]
 
 
 def _on_axes():
-    rows = product(AXES, (0, 1, 2, 3), TECHNIQUES, STATES)
-    found = [
-        (tp, dp, stage, technique, states)
-        for (tp, dp), stage, technique, states in rows
-        if fits(tp, dp, stage, technique, states)
-    ]
-    return sorted(found, key=lambda row: row[0] * row[1])
+    rows = [(*axes, *others) for axes, *others in product(AXES, (0, 1, 2, 3), TECHNIQUES, STATES)]
+    return sorted((row for row in rows if fits(*row)), key=lambda row: row[0] * row[1])
+
+
+def _axes_features(tp, dp, stage, technique, states):
+    """Return the settings that have to meet.
+
+    Every layout of up to four devices has every stage, and every technique runs once with and once
+    without sharded states.
+    """
+    layout = (tp, dp, stage) if tp * dp < 8 else 8
+    return layout, (technique, stage > 0), (states, stage)
+
+
+def _axes_name(tp, dp, stage, technique, states):
+    return f"tp{tp}-dp{dp}-zero{stage}-{technique}-{states}".replace(" ", "_")
 
 
 @pytest.mark.parametrize(
     ("tp", "dp", "stage", "technique", "states"),
     cover(
         _on_axes(),
-        strength=1,  # every layout at every stage, and every technique once with, once without states to shard
-        features=lambda tp, dp, stage, technique, states: (
-            (tp, dp, stage) if tp * dp < 8 else 8,
-            (technique, stage > 0),
-            (states, stage),
-        ),
+        strength=1,
+        features=_axes_features,
         cost=lambda tp, dp, *_: tp * dp,
-        name=lambda tp, dp, stage, technique, states: (
-            f"tp{tp}-dp{dp}-zero{stage}-{technique}-{states}".replace(" ", "_")
-        ),
+        name=_axes_name,
     ),
 )
 def test_axes(simulated, row, tp, dp, stage, technique, states):
-    """Tensor and data parallelism, ZeRO, recomputation, offload, the composed all-reduces."""
     config = on_axes(tp, dp, stage, technique, states)
-    found = tensor_parallel.check(
-        simulated, tp * dp, "llama", technique != "chunks of the loss", config
-    )  # type: ignore[arg-type]
-    row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, found)
+    tied = technique != "chunks of the loss"
+    world = tp * dp
+    error = tensor_parallel.check(simulated, world, "llama", tied, config)
+    row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, error)
 
 
 STAGES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2)]
@@ -68,17 +70,15 @@ STAGES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2)]
 IN_STAGES = ("plain", "recompute", "activations on the host", "half of them")
 
 
-def _in_stages(layouts, strength):
+def _in_stages(layouts):
+    rows = []
+    for (pp, tp, dp), schedule, *others in product(layouts, SCHEDULES, (0, 1, 2, 3), IN_STAGES):
+        stage = others[0]
+        if (stage == 0 or dp > 1) and (stage < 3 or not SPECS[schedule].splits_backward):
+            rows.append((schedule, pp, tp, dp, *others))
     return cover(
-        [
-            (schedule, pp, tp, dp, stage, technique)
-            for (pp, tp, dp), schedule, stage, technique in product(
-                layouts, SCHEDULES, (0, 1, 2, 3), IN_STAGES
-            )
-            if stage == 0 or dp > 1
-            if stage < 3 or not SPECS[schedule].splits_backward
-        ],
-        strength=strength,
+        rows,
+        strength=1,
         features=lambda schedule, pp, tp, dp, stage, technique: (
             (schedule, pp, tp, dp),
             technique,
@@ -90,42 +90,40 @@ def _in_stages(layouts, strength):
 
 
 def test_replicas_with_states_on_the_host(simulated, row):
-    """Gradients are summed over replicas, then copied to the host, then freed."""
+    """Gradients are summed over replicas, copied to the host, and freed."""
     config = on_axes(1, 4, 1, "plain", "on the host")
     assert config["parallel"]["dp_replicate"] == 2
-    found = tensor_parallel.check(simulated, 4, "llama", True, config)
-    row("dp 2 x 2, ZeRO 1; states on the host", CPU, found)
+    error = tensor_parallel.check(simulated, 4, "llama", True, config)
+    row("dp 2 x 2, ZeRO 1; states on the host", CPU, error)
 
 
 BY_STAGES = ("schedule", "pp", "tp", "dp", "stage", "technique")
 
 
 @pytest.mark.parametrize(
-    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)], 1)
+    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)])
 )
 def test_stages(simulated, row, schedule, pp, tp, dp, stage, technique):
-    """Every schedule of a pipeline, with the order in which NCCL carries out messages."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
 def _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique):
     config = in_stages(schedule, pp, tp, dp, stage, technique)
-    found = pipelines.check(simulated, pp * tp * dp, "llama", True, config)  # type: ignore[arg-type]
-    row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, found)
+    world = pp * tp * dp
+    error = pipelines.check(simulated, world, "llama", True, config)
+    row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, error)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1)
+    BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)])
 )
 def test_stages_of_several_ranks(simulated, row, schedule, pp, tp, dp, stage, technique):
-    """With tensor and data parallelism, and ZeRO."""
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
 @pytest.mark.wide
 def test_eight_devices(simulated, row):
-    """All axes at once."""
     _in_a_pipeline(simulated, row, "1f1b", 2, 2, 2, 3, "plain")
 
 
@@ -137,69 +135,66 @@ COMPRESSED = {
 }
 
 
-def _close(one, other, bar):
-    difference = worst(compare(one, other))
-    assert difference.ok(bar), f"{difference.name}: {difference.error}"
+def _close(actual, expected, tolerance):
+    difference = worst(compare(actual, expected))
+    assert difference.ok(tolerance), f"{difference.name}: {difference.error}"
     return difference.error
 
 
-@pytest.mark.parametrize("way", COMPRESSED)
-def test_compression_over_a_resume(simulated, pool, row, way, tmp_path):
-    """The same steps to the bit from a checkpoint, residuals on the device; and those of the CPU, whose sums are in another order."""
-    stage, parallel = COMPRESSED[way]
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compression_over_a_resume(simulated, pool, row, name, tmp_path):
+    """A resumed run repeats the bits, with residuals on the device."""
+    stage, parallel = COMPRESSED[name]
     config = config_of(2, stage, parallel=parallel)
-    straight, again, kinds = simulated.run(
-        2, resumed, config, str(tmp_path / "device"), torch.float32
-    )[0]
+    arguments = (config, str(tmp_path / "device"), torch.float32)
+    straight, again, kinds = simulated.run(2, resumed, *arguments)[0]
     assert digest(straight) == digest(again)
     assert kinds[0] == kinds[1]
     assert "cuda" in kinds[0].values() or stage == 3
-    found = _close(
-        pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0][0], straight, 0.1
-    )
-    row(f"dp 2, {way}, residuals over a resume", "the same on CPUs, in float32", found)
+    # Sums have another order on the CPU, which compression amplifies.
+    on_cpu, *_ = pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0]
+    error = _close(on_cpu, straight, 0.1)
+    row(f"dp 2, {name}, residuals over a resume", "the same on CPUs, in float32", error)
 
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(
-    ("stage", "beside"),
+    ("stage", "asynchronous"),
     [
         pytest.param(1, False, marks=pytest.mark.wide),
         (3, False),
         pytest.param(3, True, marks=pytest.mark.wide),
     ],
 )
-def test_checkpoints(simulated, row, states, stage, beside, tmp_path):
-    """The same steps to the bit, with states on the device and on the host, also where it is written beside the training."""
+def test_checkpoints(simulated, row, states, stage, asynchronous, tmp_path):
+    """A resumed run repeats the bits."""
     if "parameters" in states and stage < 3:
         pytest.skip("parameters are offloaded where they are sharded")
     config = config_of(2, stage, parallel={}, zero=STATES[states])
-    straight, again, _ = simulated.run(2, resumed, config, str(tmp_path), torch.float64, beside)[0]
+    arguments = (config, str(tmp_path), torch.float64, asynchronous)
+    straight, again, _ = simulated.run(2, resumed, *arguments)[0]
     assert digest(straight) == digest(again)
-    way = "beside the training" if beside else "written at once"
-    row(
-        f"dp 2, ZeRO {stage}, checkpoint {way}; states {states}",
-        "without a resume",
-        _close(straight, again, 0.0),
-    )
+    kind = "beside the training" if asynchronous else "written at once"
+    name = f"dp 2, ZeRO {stage}, checkpoint {kind}; states {states}"
+    row(name, "without a resume", _close(straight, again, 0.0))
 
 
-def test_a_checkpoint_on_another_layout(simulated, row, tmp_path):
-    """From ZeRO 3 to a pipeline."""
+def test_checkpoint_of_zero_3_loads_in_a_pipeline(simulated, row, tmp_path):
     saving = config_of(2, 3, parallel={})
     loading = {**in_stages("1f1b", 2, 1, 1, 0, "plain"), "gradient_accumulation_steps": 4}
-    found = simulated.run(2, moved, saving, loading, str(tmp_path))
-    for one, other in found:
-        assert one == pytest.approx(other, rel=1e-9)
-    most = max(abs(a / b - 1) for one, other in found for a, b in zip(one, other, strict=True))
-    row("dp 2, ZeRO 3, its checkpoint on pp 2 (1f1b)", "the losses of the first layout", most)
+    losses = simulated.run(2, moved, saving, loading, str(tmp_path))
+    largest = 0.0
+    for saved, loaded in losses:
+        assert saved == pytest.approx(loaded, rel=1e-9)
+        errors = [abs(a / b - 1) for a, b in zip(saved, loaded, strict=True)]
+        largest = max(largest, *errors)
+    row("dp 2, ZeRO 3, its checkpoint on pp 2 (1f1b)", "the losses of the first layout", largest)
 
 
 @pytest.mark.parametrize("technique", ["plain", "activations on the host"])
 def test_copies_overlap(simulated, technique):
-    """A step asks for no copy that blocks the host but where it has to know a number, batches come from pinned memory, and what was pinned
-    for the engine is free when it is closed."""
-    found = simulated.run(1, steps_taken, config_of(1, 0, parallel=TECHNIQUES[technique]), 3)[0]
-    assert found["copies"]["pageable"] == 0
-    assert found["copies"]["deferred"] >= 2 * 3
-    assert found["pinned"][2] <= found["pinned"][0], found["pinned"]
+    """Copies do not block the host, batches are pinned, and a closed engine frees pinned memory."""
+    report = simulated.run(1, steps_taken, config_of(1, 0, parallel=TECHNIQUES[technique]), 3)[0]
+    assert report["copies"]["pageable"] == 0
+    assert report["copies"]["deferred"] >= 2 * 3
+    assert report["pinned"][2] <= report["pinned"][0], report["pinned"]

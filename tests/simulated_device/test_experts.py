@@ -1,4 +1,4 @@
-"""Experts on different simulated GPUs, with optimizer states and parameters in the host's memory, and with activations there."""
+"""Expert parallelism on simulated GPUs, with states, parameters and activations on the host."""
 
 from __future__ import annotations
 
@@ -54,20 +54,25 @@ CASES = [
 def test_experts(simulated, row, case):
     """Losses, gradients, norms and weights are those of one process on the CPU, on all ranks."""
     expected, _ = reference(case)
-    found = [worst(compare(expected, trace)) for trace, _ in simulated.run(case.world, train, case)]
-    assert all(difference.ok(1e-10) for difference in found), found
-    row(case.name, "one process on the CPU", max(difference.error for difference in found))
+    results = simulated.run(case.world, train, case)
+    differences = [worst(compare(expected, trace)) for trace, _ in results]
+    assert all(difference.ok(1e-10) for difference in differences), differences
+    row(case.name, "one process on the CPU", max(difference.error for difference in differences))
 
 
 def waits(rank, world, case):
-    """(sizes of messages that were waited for, other waits, layers with experts times micro-batches) of a training step. Runs in a
-    worker."""
+    """Count the waits of a training step. Runs on every rank.
+
+    Returns:
+        The reads of message sizes that waited, all waits, and the number of layers with experts
+        times micro-batches.
+    """
     device: Any = sys.modules["simulated_device.on_torch"]
     read: list[bool] = []
 
     class Counted(HostCopy):
         def values(self):
-            if self._event is not None:  # a recomputation reads the sizes again, without a wait
+            if self._event is not None:  # recomputation reads the sizes again without a wait
                 read.append(True)
             return super().values()
 
@@ -87,7 +92,7 @@ def waits(rank, world, case):
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_waits(simulated, mode, stage):
-    """A layer waits for the sizes of its messages once per micro-batch, recomputed or not, and for nothing else."""
+    """A layer waits once per micro-batch, for the sizes of its messages."""
     case = Case(
         "qwen3_moe",
         stage,

@@ -1,4 +1,4 @@
-"""Parts of sequences on simulated GPUs through the fused kernels of CUDA, beside one process on the CPU."""
+"""Context parallelism on simulated GPUs through CUDA's fused kernels equals one CPU process."""
 
 import pytest
 
@@ -25,12 +25,9 @@ CASES = [
     ids=lambda value: value.name if isinstance(value, Case) else value[:5],
 )
 def test_fused_kernels_compute_parts(simulated, row, case, dtypes):
-    """Losses, gradients, norms and weights are those of one process, and a fused kernel made them."""
+    """Losses, gradients, norms and weights of a run that calls a fused kernel are compared."""
+    name = f"cp 2 ({case.kind}), fused kernels, ZeRO {case.stage}"
     for trace, calls in simulated.run(case.world, train_fused, case, dtypes):
         difference = worst(compare(reference(case), trace))
         assert difference.ok(1e-10) and calls > 0, (difference, calls)
-        row(
-            f"cp 2 ({case.kind}), fused kernels, ZeRO {case.stage}",
-            "one process on the CPU",
-            difference.error,
-        )
+        row(name, "one process on the CPU", difference.error)

@@ -1,4 +1,4 @@
-"""Weights that are streamed to a simulated GPU: from pinned host memory, from files, and from both; the tokens are those of the CPU."""
+"""Generation on a simulated GPU with streamed weights or with a KV cache on the host."""
 
 from __future__ import annotations
 
@@ -22,114 +22,130 @@ from plait.inference.streamed_model import (
 PROMPTS = [[5, 6, 7], [11, 3, 9, 4, 8]]
 NEW = 4
 OTHER = 1 << 20
+"""Bytes that plans reserve besides weights."""
 
 
 def save(folder):
-    """A Llama of random weights, float64 and in two files, and what Transformers makes of the prompts on the CPU."""
+    """Save a float64 Llama in two files, and return the tokens of Transformers on the CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        initializer_range=0.3, bos_token_id=0, eos_token_id=1, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+        max_position_embeddings=64,
+    )
     model = LlamaForCausalLM(config).double()
     model.save_pretrained(folder, max_shard_size="7MB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    made = [
-        model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-        for ids in PROMPTS
-    ]
-    return [found[0, len(ids) :].tolist() for found, ids in zip(made, PROMPTS, strict=True)]
+    answers = []
+    for ids in PROMPTS:
+        prompt = torch.tensor([ids])
+        tokens = model.generate(prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        answers.append(tokens[0, len(ids) :].tolist())
+    return answers
 
 
 def generated(rank, world, folder, budget, host, times):
-    """Tokens of several calls, and how the model was kept. Runs in a worker."""
+    """Return the tokens of several calls and observations of memory. Runs on every rank."""
     device: Any = sys.modules["simulated_device.on_torch"]
     before = device.pinned_bytes()
     read = weight_files.read_into
 
     def seen_by_the_device(file, view, *args, **options):
-        """A read writes to memory behind torch's back; the device looks for races in what torch does."""
-        own = memoryview(bytearray(len(view)))
-        read(file, own, *args, **options)
-        torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(own, dtype=torch.uint8))
+        # The device records races of torch's operators only, so one writes the bytes.
+        buffer = memoryview(bytearray(len(view)))
+        read(file, buffer, *args, **options)
+        torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
 
     class Busy(weight_stream.WeightStream):
-        """Made while the device computes: the memory of its places may be in use until then."""
+        """A stream that is created while the device computes, and may still use its memory."""
 
         def __init__(self, *args, **options):
             torch.zeros(8, device="cuda").add_(1)
             super().__init__(*args, **options)
 
-    weight_files.read_into, streamed_model.WeightStream = seen_by_the_device, Busy
+    weight_files.read_into = seen_by_the_device
+    streamed_model.WeightStream = Busy
     sharded, planned = load_streamed(
         open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
-    held = torch.accelerator.memory_allocated()
+    allocated = torch.accelerator.memory_allocated()
     streaming = sharded.hooks.find(weight_stream.WeightStream)
     assert streaming is not None
     copied = device.copies()
-    tokens = [
-        [
-            one.token_ids
-            for one in plait.generate(sharded, PROMPTS, max_new_tokens=NEW, do_sample=False)
-        ]
-        for _ in range(times)
-    ]
-    seen = {
-        "copies": {way: count - copied[way] for way, count in device.copies().items()},
-        "streamed": len(planned.streamed), "on host": len(planned.on_host), "pinned": streaming.host_bytes,
-        "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.bytes_read,
-    }  # fmt: skip
+    tokens = []
+    for _ in range(times):
+        generations = plait.generate(sharded, PROMPTS, max_new_tokens=NEW, do_sample=False)
+        tokens.append([generation.token_ids for generation in generations])
+    report = {
+        "copies": {kind: count - copied[kind] for kind, count in device.copies().items()},
+        "streamed": len(planned.streamed),
+        "on host": len(planned.on_host),
+        "pinned": streaming.host_bytes,
+        "allocated": allocated,
+        "peak": torch.accelerator.max_memory_allocated(),
+        "read": streaming.bytes_read,
+    }
     sharded.close()
-    weight_files.read_into, streamed_model.WeightStream = read, weight_stream.WeightStream
+    weight_files.read_into = read
+    streamed_model.WeightStream = weight_stream.WeightStream
     del sharded, streaming
     torch.cuda.synchronize()
-    seen["left"] = device.pinned_bytes() - before
-    return tokens, seen
+    report["left"] = device.pinned_bytes() - before
+    return tokens, report
 
 
 @pytest.mark.parametrize("source", ["host memory", "files", "both"])
 def test_streamed_weights(source, simulated, tmp_path, row):
     expected = save(tmp_path)
-    found = open_source(tmp_path)
-    stored = tensors_of(found, found.model())
-    whole = sum(one.size for one in stored.values())
-    block = sum(one.size for name, one in stored.items() if ".layers.0." in name)
-    budget = whole - 2 * block  # two layers stay beside two places
+    files = open_source(tmp_path)
+    stored = tensors_of(files, files.model())
+    total_bytes = sum(tensor.size for tensor in stored.values())
+    block = sum(tensor.size for name, tensor in stored.items() if ".layers.0." in name)
+    # The device has room for all layers but two, and needs two buffers for streamed ones.
+    budget = total_bytes - 2 * block
     host = {"host memory": 1 << 30, "files": 0, "both": 3 * (-(-block // (1 << 20)) << 20)}[source]
     planned = plan_streaming(
-        found.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
+        files.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host
     )
     assert len(planned.streamed) >= 3
-    ((tokens, seen),) = simulated.run(1, generated, str(tmp_path), budget, host, 2)
+    ((tokens, report),) = simulated.run(1, generated, str(tmp_path), budget, host, 2)
     assert tokens == [expected, expected]
-    assert (
-        seen["on host"]
-        == len(planned.on_host)
-        == {"host memory": seen["streamed"], "files": 0, "both": 1}[source]
-    )
-    assert seen["pinned"] <= host or source == "files"
-    rounding = 512 * (len(stored) + 2)  # torch's allocator gives each tensor a multiple of it
-    assert seen["held"] <= budget + rounding and seen["peak"] <= budget + OTHER
+    on_host = {"host memory": report["streamed"], "files": 0, "both": 1}[source]
+    assert report["on host"] == len(planned.on_host) == on_host
+    assert report["pinned"] <= host or source == "files"
+    rounding = 512 * (len(stored) + 2)  # torch allocates multiples of 512 bytes
+    assert report["allocated"] <= budget + rounding and report["peak"] <= budget + OTHER
     if source == "host memory":
-        assert seen["read"] == planned.streamed_bytes  # once
-    assert seen["left"] <= 1 << 16
+        assert report["read"] == planned.streamed_bytes, "files are read once"
+    assert report["left"] <= 1 << 16
     passes = 2 * NEW  # the prompts, then each token
-    assert seen["copies"]["deferred"] >= passes * seen["streamed"], seen
+    assert report["copies"]["deferred"] >= passes * report["streamed"], report
     row(
-        f"generation, {seen['streamed']} of 6 layers streamed from {source}",
+        f"generation, {report['streamed']} of 6 layers streamed from {source}",
         "Transformers on the CPU",
         0.0,
     )
 
 
-LAYERS, LENGTHS, ADDED = 12, (48, 24, 16, 48, 24, 16, 48, 24), 12
+LAYERS = 12
+LENGTHS = (48, 24, 16, 48, 24, 16, 48, 24)
+ADDED = 12
 
 
 def cached(rank, world, config):
-    """Tokens and the peak of the device's memory, with keys and values on the device and on the host. Runs in a worker."""
+    """Return tokens and peaks with the KV cache on the device and on the host.
+
+    Runs on every rank.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -149,9 +165,9 @@ def cached(rank, world, config):
     prompts = [
         [(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)
     ]
-    asked = CacheDemand(requests=8, tokens=48 + ADDED, itemsize=8)
-    found: dict[str, Any] = {
-        "bytes": cache_bytes(cache_layout_of(model), asked, tp=engine.sharded.mesh.layout.tp)
+    demand = CacheDemand(requests=8, tokens=48 + ADDED, itemsize=8)
+    report: dict[str, Any] = {
+        "bytes": cache_bytes(cache_layout_of(model), demand, tp=engine.sharded.mesh.layout.tp)
     }
     for offload_cache in (False, True):
         settings = {"max_new_tokens": ADDED, "eos_token_id": [25], "offload_cache": offload_cache}
@@ -159,11 +175,11 @@ def cached(rank, world, config):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        made = engine.generate(prompts, **settings)
-        found[f"peak {offload_cache}"] = torch.cuda.max_memory_allocated() - before
-        found[f"tokens {offload_cache}"] = [one.token_ids for one in made]
+        generations = engine.generate(prompts, **settings)
+        report[f"peak {offload_cache}"] = torch.cuda.max_memory_allocated() - before
+        report[f"tokens {offload_cache}"] = [generation.token_ids for generation in generations]
     engine.close()
-    return found
+    return report
 
 
 @pytest.mark.parametrize(
@@ -175,12 +191,12 @@ def cached(rank, world, config):
     ],
 )
 def test_keys_and_values_on_the_host(world, config, simulated, row):
-    """The same tokens, also of requests that go on when others have ended, and the device has a few layers' keys and values."""
-    for found in simulated.run(world, cached, config):
-        lengths = [len(tokens) for tokens in found["tokens True"]]
+    """The tokens are the same, and the device has the keys and values of a few layers."""
+    for report in simulated.run(world, cached, config):
+        lengths = [len(tokens) for tokens in report["tokens True"]]
         assert (
-            found["tokens True"] == found["tokens False"] and min(lengths) < max(lengths) == ADDED
+            report["tokens True"] == report["tokens False"] and min(lengths) < max(lengths) == ADDED
         )
-        saved = found["peak False"] - found["peak True"]
-        assert saved >= 0.8 * found["bytes"] * (1 - LAYERS_ON_DEVICE / LAYERS)
+        saved = report["peak False"] - report["peak True"]
+        assert saved >= 0.8 * report["bytes"] * (1 - LAYERS_ON_DEVICE / LAYERS)
     row(f"keys and values on the host, {world} devices", "keys and values on the device", 0.0)

@@ -1,7 +1,7 @@
 """`plait doctor --validate` on simulated GPUs, as a user starts it.
 
-Rows pass, planted defects fail them, and rows about times run to their end and are not run by name.
-A planted defect is a changed line in a copy of the package, so the command needs no switch for tests.
+Rows pass, and planted defects fail them. Rows about times run to their end without a result. A
+planted defect is a changed line in a copy of the package, so the command has no switch for tests.
 """
 
 import json
@@ -134,7 +134,7 @@ def test_rows_of_several_devices(device, tmp_path):
 
 @pytest.mark.proof
 def test_a_planted_defect_of_a_layout(device, tmp_path):
-    """With a norm of each rank's own shards, the row fails; rows of one rank pass."""
+    """A norm without the sum over ranks fails the row of the layout, and not that of one rank."""
     source = planted(tmp_path, *NO_SUM)
     rows = validate(tmp_path, "parity/layout-zero-3", "parity/bf16", source=source, code=1)
     assert outcomes(rows) == {"parity/bf16": "passed", "parity/layout-zero-3": "failed"}, rows
@@ -192,25 +192,16 @@ def test_streaming(device, tmp_path):
 
 @pytest.mark.proof
 def test_a_rank_of_a_plan(device, tmp_path):
-    """What measures its time runs to its end."""
+    """Rows that measure times run to their end."""
     rows = validate(tmp_path, "planned", devices=1, code=1)
     assert {row["reason"] for row in rows.values()} == {NO_TIMES}, rows
 
 
 @pytest.mark.proof
 def test_interrupted(device, tmp_path):
-    """After Ctrl-C the document has every row."""
-    command = [
-        sys.executable,
-        "-m",
-        "plait",
-        "doctor",
-        "--validate",
-        "--out",
-        "found.json",
-        "--only",
-        "parity/layout-zero*",
-    ]
+    """The document has every row after Ctrl-C."""
+    arguments = "-m plait doctor --validate --out found.json --only parity/layout-zero*"
+    command = [sys.executable, *arguments.split()]
     environ = variables(tmp_path, devices=2, mib=None, source=None)
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
-"""With SIMULATED_DEVICE set and this folder on PYTHONPATH, every Python process has the simulated device as soon as it imports torch.
+"""Puts the simulated device into torch when a process imports it.
 
-torch looks for the hooks of CUDA while it is imported, so the device is loaded just before.
+It is active in processes with SIMULATED_DEVICE set and this folder on PYTHONPATH. torch looks
+for the hooks of CUDA while it is imported, so the device is loaded just before.
 """
 
 import importlib.abc
@@ -31,7 +32,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands aside after torch was found."""
+    """Finds torch once, and is removed then."""
 
     def find_spec(self, name, path, target=None):
         if name != "torch":
@@ -44,12 +45,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _on_device(name):
-    """A module of the folder beside, whatever the working folder is."""
+    """Import a module of the neighbouring folder, whatever the working folder is."""
     known = f"simulated_device.{name}"
     if known not in sys.modules:
-        file = os.path.join(
-            os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", f"{name}.py"
-        )
+        parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        file = os.path.join(parent, "python", f"{name}.py")
         spec = importlib.util.spec_from_file_location(known, file)
         assert spec is not None and spec.loader is not None
         sys.modules[known] = importlib.util.module_from_spec(spec)

@@ -1,4 +1,7 @@
-"""torch.cuda's Python side on the simulated device, and what tests ask of it. Runs once, when torch has been imported."""
+"""Python side of torch.cuda on the simulated device, and functions for tests.
+
+It runs once, after the import of torch.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ _NOW, _PEAK, _RESERVED, _RESERVED_PEAK, _CAPACITY, _PINNED = range(6)
 
 
 def races():
-    """What touched the same memory without an order, since `clear`."""
+    """Return the unordered accesses to the same memory since `clear`."""
     return [library.simulated_race(index).decode() for index in range(library.simulated_races())]
 
 
 def journal():
-    """Calls of all communicators of this process in order, since `clear`. See `deadlocks`."""
+    """Return the calls of all communicators of this process since `clear`, in order."""
     return [json.loads(line) for line in sys.modules["simulated_nccl"].journal()]
 
 
@@ -36,11 +39,12 @@ def clear():
 
 
 def copies():
-    """Between the host and the device, so far: `deferred` overlap; `pageable` were asked not to block, and do."""
-    return {
-        name: library.simulated_copies(index)
-        for index, name in enumerate(("deferred", "pageable", "waited"))
-    }
+    """Return the numbers of copies between host and device so far.
+
+    Deferred copies overlap with the host. Pageable ones should, and block nevertheless.
+    """
+    names = ("deferred", "pageable", "waited")
+    return {name: library.simulated_copies(index) for index, name in enumerate(names)}
 
 
 def blocked():
@@ -53,17 +57,17 @@ def blocked():
 
 
 def behind():
-    """Streams of the current device with work that the host has not waited for."""
+    """Return the number of streams with work that the host has not waited for."""
     return int(library.simulated_behind(_index()))
 
 
 def set_clock(seconds):
-    """What events take the time from; below 0 the host's clock again."""
+    """Set the time that events read. A negative value selects the host's clock."""
     library.simulated_set_clock(seconds)
 
 
 def pinned_bytes():
-    """Of pinned host memory, held now."""
+    """Return the bytes of pinned host memory in use."""
     return int(library.simulated_memory(0, _PINNED))
 
 
@@ -72,10 +76,10 @@ def _index(device=None):
         return int(library.simulated_current_device())
     if isinstance(device, int):
         return device if device >= 0 else _index()
-    found = torch.device(device)
-    if found.type != "cuda":
-        raise ValueError(f"Expected a cuda device, but got: {found}")
-    return _index() if found.index is None else found.index
+    parsed = torch.device(device)
+    if parsed.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {parsed}")
+    return _index() if parsed.index is None else parsed.index
 
 
 def _set_device(index):
@@ -92,14 +96,19 @@ def _exchange(index):
 
 
 class _Properties:
-    """Of a large GPU."""
+    """Properties of a large GPU."""
 
     name = "simulated device (host memory)"
-    major, minor = 9, 0
-    multi_processor_count, warp_size, max_threads_per_multi_processor = 132, 32, 2048
-    regs_per_multiprocessor, L2_cache_size = 65536, 50 << 20
+    major = 9
+    minor = 0
+    multi_processor_count = 132
+    warp_size = 32
+    max_threads_per_multi_processor = 2048
+    regs_per_multiprocessor = 65536
+    L2_cache_size = 50 << 20
     is_integrated = is_multi_gpu_board = False
-    uuid, gcnArchName = "simulated", ""
+    uuid = "simulated"
+    gcnArchName = ""
 
     @property
     def total_memory(self):
@@ -114,10 +123,11 @@ def _devices():
     cuda._is_in_bad_fork = core._cuda_isInBadFork = lambda: False
     cuda._initialized = True
     cuda._exchange_device = cuda._maybe_exchange_device = _exchange
-    core._cuda_getDevice, core._cuda_setDevice = _index, _set_device
+    core._cuda_getDevice = _index
+    core._cuda_setDevice = _set_device
     core._cuda_exchangeDevice = core._cuda_maybeExchangeDevice = _exchange
     core._cuda_hasPrimaryContext = lambda device: True
-    core._cuda_canDeviceAccessPeer = lambda one, other: True
+    core._cuda_canDeviceAccessPeer = lambda first, second: True
     core._cuda_getArchFlags = lambda: "sm_90"
     core._cuda_getCompiledVersion = lambda: 12080
     core._cuda_get_sync_debug_mode = lambda: 0
@@ -134,7 +144,7 @@ def _devices():
 
 
 class Stream(torch.Stream):
-    """torch.cuda.Stream, whose base here knows what streams are."""
+    """A torch.cuda.Stream whose base class has the simulated streams."""
 
     def __new__(cls, device=None, priority=0, **of):
         if "stream_id" in of:
@@ -163,17 +173,16 @@ class Stream(torch.Stream):
         return 0
 
     def __eq__(self, other):
-        return isinstance(other, torch.Stream) and (self.stream_id, self.device) == (
-            other.stream_id,
-            other.device,
-        )
+        if not isinstance(other, torch.Stream):
+            return False
+        return self.stream_id == other.stream_id and self.device == other.device
 
     def __hash__(self):
         return hash((self.stream_id, self.device))
 
 
 class Event(torch.Event):
-    """torch.cuda.Event. Times are those of the host, when the work before was done."""
+    """A torch.cuda.Event. Its time is that of the host when the work before it was done."""
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
         if interprocess:
@@ -184,7 +193,8 @@ class Event(torch.Event):
         milliseconds = library.simulated_elapsed(self.event_id, end.event_id)
         if milliseconds != milliseconds:
             raise RuntimeError(
-                "CUDA error: both events must be recorded with enable_timing=True, and be reached, before the time is asked"
+                "CUDA error: both events must be recorded with enable_timing=True, and be reached, "
+                "before the time is asked"
             )
         return float(milliseconds)
 
@@ -200,7 +210,7 @@ def _stream(device, stream_id):
 
 
 class _NoGraph:
-    """Refused: a graph would have to be replayed on streams whose work is done at once here."""
+    """Refuses CUDA graphs, because the simulated device runs kernels when they are called."""
 
     def __init__(self, *args, **options):
         raise RuntimeError("the simulated device has no CUDA graphs")
@@ -247,8 +257,10 @@ def _memory():
         return lambda device=None: library.simulated_memory(_index(device), which)
 
     for module in (cuda, cuda.memory):
-        module.memory_allocated, module.max_memory_allocated = asks(_NOW), asks(_PEAK)
-        module.memory_reserved, module.max_memory_reserved = asks(_RESERVED), asks(_RESERVED_PEAK)
+        module.memory_allocated = asks(_NOW)
+        module.max_memory_allocated = asks(_PEAK)
+        module.memory_reserved = asks(_RESERVED)
+        module.max_memory_reserved = asks(_RESERVED_PEAK)
         module.reset_peak_memory_stats = lambda device=None: library.simulated_reset_peak(
             _index(device)
         )
@@ -266,8 +278,9 @@ def _memory():
 
 
 def _storages():
-    """What torch refuses storages of CUDA in a build without it."""
-    resize, to_host = torch.UntypedStorage.resize_, torch.UntypedStorage.cpu
+    """Replace methods of storages that torch refuses for CUDA in builds without it."""
+    resize = torch.UntypedStorage.resize_
+    to_host = torch.UntypedStorage.cpu
 
     def moved(storage, device):
         bytes_of_it = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -285,11 +298,11 @@ def _storages():
 
     storage: Any = torch.UntypedStorage
     storage.resize_ = resize_
-    torch.storage._StorageBase.to = storage.to = to  # type: ignore[attr-defined]
+    torch.storage._StorageBase.to = storage.to = to
     storage.cuda = lambda self, device=None, non_blocking=False: moved(
         self, torch.device("cuda", _index(device))
     )
-    torch.storage._StorageBase.cuda = storage.cuda  # type: ignore[attr-defined]
+    torch.storage._StorageBase.cuda = storage.cuda
     storage.cpu = lambda self: moved(self, "cpu") if self.device.type == "cuda" else to_host(self)
 
 
@@ -310,7 +323,7 @@ def _nccl():
     for where in (core._distributed_c10d, distributed_c10d, dist):
         where.ProcessGroupNCCL = module.ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
-    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)  # type: ignore[assignment]
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     cuda.nccl.version = lambda: (2, 28, 9)
 
 
