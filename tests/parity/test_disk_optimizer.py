@@ -1,5 +1,6 @@
-"""States in files: the bits of a run in memory, checkpoints that go from one to the other, and no trace of the files."""
+"""Optimizer states in files: the same bits as in memory, checkpoints from one to the other."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -8,117 +9,101 @@ import torch
 from plait._torch.tensors import local_tensor
 from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
+from tests.covers import proof_after
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
 from tests.parity.digests import build, digest, digest_of
 from tests.parity.optimizers import OPTIMIZERS, two_parts
 from tests.parity.tensor_parallel import settings
 
+SMALL_BUFFER = 5000
+"""Bytes of a buffer that is smaller than some parameters, whose updates are cut into parts."""
+LARGE_BUFFER = 10**6
+OVERFLOWING_FLOAT16 = {"fp16": {"enabled": True, "initial_scale_power": 20}}
 
-def digests(rank, world, kind, config, folder, dtype):
-    """In memory, in files with pieces smaller than a parameter, and for float64 in files with all in one. Runs in a worker."""
-    found = []
-    for size in (None, 5000, 10**6) if dtype == torch.float64 else (None, 5000):
-        zero = dict(config["zero_optimization"])
-        if size is not None:
-            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_size": size}
-        engine = cases.engine(
-            build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}
-        )
-        tier = engine.hooks.find(DiskTier)
-        assert (tier is not None) == (size is not None)
-        dp = world // config["parallel"]["tp"]
-        count = config["gradient_accumulation_steps"]
-        steps = cases.ragged_steps(
-            dp * count, steps=3 if "fp16" in config else 2
-        )  # float16 overflows at first
-        inspected = digest(engine_trace(engine, steps))
-        for step in (
-            steps
-        ):  # once more without a look at the gradients, which are then scaled inside the step
-            engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
-        found.append(inspected + digest_of(engine))
-        if tier is not None:
-            states = [
-                v
-                for state in engine.optimizer.state.values()
-                for v in state.values()
-                if isinstance(v, torch.Tensor) and v.ndim
-            ]
-            assert states and all(tier.arena.holds(local_tensor(value)) for value in states)
-            assert not list(Path(folder).iterdir())
-    return found
+
+def zero_section(config, folder, *, buffer_size=SMALL_BUFFER, **fields):
+    """Return the section `zero_optimization` with optimizer states in files."""
+    offload = {"device": "nvme", "nvme_path": str(folder), "buffer_size": buffer_size, **fields}
+    return {**config["zero_optimization"], "offload_optimizer": offload}
+
+
+def in_files(engine, parameters):
+    """Return whether parameters have states, and all of them are in files. Scalars never are."""
+    states = chain.from_iterable(engine.optimizer.state[p].values() for p in parameters)
+    tensors = [state for state in states if isinstance(state, torch.Tensor) and state.ndim]
+    arena = engine.hooks.find(DiskTier).arena
+    return bool(tensors) and all(arena.holds(local_tensor(tensor)) for tensor in tensors)
+
+
+def digest_of_run(rank, world, kind, config, folder, dtype):
+    """Train for some steps, and check that the states are in files. Runs on every rank."""
+    engine = cases.engine(build(kind, dtype, dropout=True), config)
+    offloaded = "offload_optimizer" in config["zero_optimization"]
+    assert (engine.hooks.find(DiskTier) is not None) == offloaded
+    accumulation = config["gradient_accumulation_steps"]
+    micro_batches = accumulation * world // config["parallel"]["tp"]
+    # With float16 the first step overflows.
+    steps = cases.ragged_steps(micro_batches, steps=3 if "fp16" in config else 2)
+    bits = digest(engine_trace(engine, steps))
+
+    # A trace reads the gradients. Without it they are unscaled inside of the update.
+    first = engine.dp_rank * accumulation
+    for step in steps:
+        engine.train_batch(step[first : first + accumulation])
+    if offloaded:
+        assert in_files(engine, engine.optimizer.state)
+        # The files are unlinked as soon as they are open.
+        assert not list(Path(folder).iterdir())
+    return bits + digest_of(engine)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "stage", "optimizer", "more", "dtype"),
+    ("kind", "tp", "stage", "optimizer", "sections", "dtype"),
     [
         ("gpt2", 1, 3, "AdamW", {}, torch.float64),
         ("llama", 1, 1, "SGD", {"bf16": {"enabled": True}}, torch.float32),
-        (
-            "llama",
-            2,
-            2,
-            "AdamW",
-            {"fp16": {"enabled": True, "initial_scale_power": 20}},
-            torch.float32,
-        ),
+        ("llama", 2, 2, "AdamW", OVERFLOWING_FLOAT16, torch.float32),
         ("qwen3", 1, 2, "Adagrad", {}, torch.float32),
         ("llama", 1, 3, "Muon", {}, torch.float32),
     ],
 )
-def test_same_bits(pool, tmp_path, kind, tp, stage, optimizer, more, dtype):
-    """Accumulation, clipping, overflow, pieces that cut parameters."""
+def test_same_bits_as_in_memory(pool, tmp_path, kind, tp, stage, optimizer, sections, dtype):
     config = {
         **settings(2, tp, stage, 1, 2),
         "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
-        **more,
+        **sections,
     }
-    for found in pool.run(2, digests, kind, config, str(tmp_path), dtype):
-        assert len(found) > 1 and set(found) == {found[0]}
+    buffer_sizes = (SMALL_BUFFER, LARGE_BUFFER) if dtype == torch.float64 else (SMALL_BUFFER,)
+    configs = [config]
+    for buffer_size in buffer_sizes:
+        zero = zero_section(config, tmp_path, buffer_size=buffer_size)
+        configs.append({**config, "zero_optimization": zero})
+    expected, *others = [
+        pool.run(2, digest_of_run, kind, config, str(tmp_path), dtype) for config in configs
+    ]
+    for digests in others:
+        assert digests == expected
 
 
-def shares(rank, world, config, folder, dtype):
-    """(bits, names of the parameters whose gradients and states are in files) without files and with shares of the model in them. Runs in a
-    worker."""
-    found = []
-    for ratio in (None, 0.2, 0.6, 1):
-        zero = dict(config["zero_optimization"])
-        if ratio is not None:
-            zero["offload_optimizer"] = {
-                "device": "nvme",
-                "nvme_path": folder,
-                "buffer_size": 5000,
-                "ratio": ratio,
-            }
-        engine = cases.engine(
-            build("llama", dtype, dropout=True), {**config, "zero_optimization": zero}
-        )
-        dp = world // config["parallel"]["tp"]
-        seen = digest(
-            engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
-        )
-        tier = engine.hooks.find(DiskTier)
-        filed = [
-            name
-            for name, parameter in engine.model.named_parameters()
-            for values in [
-                [
-                    v
-                    for v in engine.optimizer.state[parameter].values()
-                    if v.ndim and local_tensor(v).numel()
-                ]
-            ]
-            if tier is not None
-            and values
-            and all(tier.arena.holds(local_tensor(value)) for value in values)
-        ]
-        found.append((seen + digest_of(engine), filed))
-    return found
+def digest_and_names(rank, world, config, dtype):
+    """Return the bits, and parameters whose states are in files. Runs on every rank."""
+    engine = cases.engine(build("llama", dtype, dropout=True), config)
+    dp = world // config["parallel"]["tp"]
+    steps = cases.ragged_steps(dp * config["gradient_accumulation_steps"])
+    bits = digest(engine_trace(engine, steps)) + digest_of(engine)
+    if engine.hooks.find(DiskTier) is None:
+        return bits, []
+    names = []
+    for name, parameter in engine.model.named_parameters():
+        # A rank may have no element of a small parameter.
+        if local_tensor(parameter).numel() and in_files(engine, [parameter]):
+            names.append(name)
+    return bits, names
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "stage", "more", "dtype"),
+    ("world", "tp", "stage", "sections", "dtype"),
     [
         (1, 1, 2, {}, torch.float64),
         (2, 1, 3, {}, torch.float64),
@@ -132,85 +117,61 @@ def shares(rank, world, config, folder, dtype):
         ),
     ],
 )
-def test_a_share_in_files(pool, tmp_path, world, tp, stage, more, dtype):
-    """`ratio`: the same bits; the first block, both blocks, all, alike on every rank."""
-    ranks = pool.run(
-        world, shares, {**settings(world, tp, stage, 1, 2), **more}, str(tmp_path), dtype
-    )
-    for found in ranks:
-        assert [bits for bits, _ in found] == [found[0][0]] * 4
-        none, first, blocks, whole = (names for _, names in found)
-        assert none == [] and first and all(name.startswith("model.layers.0.") for name in first)
-        assert {name.split(".")[2] for name in blocks if name.startswith("model.layers.")} == {
-            "0",
-            "1",
-        } and set(first) < set(blocks)
-        assert set(blocks) < set(whole) and any(
-            not name.startswith("model.layers.") for name in whole
-        )
-    assert all([names for _, names in found] == [names for _, names in ranks[0]] for found in ranks)
+def test_a_share_in_files(pool, tmp_path, world, tp, stage, sections, dtype):
+    """`ratio` puts the states of the first block, of both blocks, or all of them into files."""
+    config = {**settings(world, tp, stage, 1, 2), **sections}
+    expected = pool.run(world, digest_and_names, config, dtype)
+    names_by_ratio = {}
+    for ratio in (0.2, 0.6, 1):
+        zero = zero_section(config, tmp_path, ratio=ratio)
+        ranks = pool.run(world, digest_and_names, {**config, "zero_optimization": zero}, dtype)
+        assert [bits for bits, _ in ranks] == [bits for bits, _ in expected]
+        assert all(names == ranks[0][1] for _, names in ranks), "all ranks choose alike"
+        names_by_ratio[ratio] = set(ranks[0][1])
+
+    first, both, everything = names_by_ratio.values()
+    blocks = {name for name in everything if name.startswith("model.layers.")}
+    assert first and all(name.startswith("model.layers.0.") for name in first)
+    assert {name.split(".")[2] for name in both & blocks} == {"0", "1"}
+    assert first < both < everything
+    assert everything - blocks
 
 
-def resumed(rank, world, config, folder, disk):
-    """Each of the two parts of `two_parts` in files or not. Runs in a worker."""
-    section = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
-    zeros = [
-        config["zero_optimization"] | ({"offload_optimizer": section} if in_files else {})
-        for in_files in disk
-    ]
-    for in_files, engine in zip(
-        disk, two_parts(world, config, zeros, f"{folder}/checkpoints-{disk}"), strict=True
-    ):
-        if in_files:
-            states = [
-                v
-                for state in engine.optimizer.state.values()
-                for v in state.values()
-                if isinstance(v, torch.Tensor) and v.ndim
-            ]
-            assert states and all(
-                engine.hooks.find(DiskTier).arena.holds(local_tensor(value)) for value in states
-            )
+def resumed(rank, world, config, folder, offloaded):
+    """Train, save and resume, each part with states in files or not. Runs on every rank."""
+    zeros = []
+    for is_offloaded in offloaded:
+        offload_zero = zero_section(config, f"{folder}/files")
+        zeros.append(offload_zero if is_offloaded else config["zero_optimization"])
+    engines = two_parts(world, config, zeros, f"{folder}/checkpoints-{offloaded}")
+    for is_offloaded, engine in zip(offloaded, engines, strict=True):
+        if is_offloaded:
+            assert in_files(engine, engine.optimizer.state)
     return digest_of(engine)
 
 
-def test_checkpoints(pool, tmp_path):
-    """From memory to files, from files to memory, from files to files; test_parameter_offload.py: at stage 3."""
+def test_checkpoints_move_between_memory_and_files(pool, tmp_path):
+    """At stage 1. test_parameter_offload.py does this at stage 3."""
     config = settings(2, 1, 1, 1, 1)
-    wanted = pool.run(2, resumed, config, str(tmp_path), [False, False])
-    for disk in ([False, True], [True, False], [True, True]):
-        assert pool.run(2, resumed, config, str(tmp_path), disk) == wanted
+    expected = pool.run(2, resumed, config, str(tmp_path), [False, False])
+    for offloaded in ([False, True], [True, False], [True, True]):
+        assert pool.run(2, resumed, config, str(tmp_path), offloaded) == expected
 
 
 PIPELINES = [
-    (4, pipeline.settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2)),
     (4, pipeline.settings(2, 4, "zbv", pp=2, dp_shard=2)),
     (4, pipeline.settings(3, 4, "gpipe", pp=2, dp_shard=2)),
     (2, pipeline.settings(2, 4, "1f1b", pp=2)),
-    *((4, pipeline.settings(stage, 4, "1f1b", pp=2, dp_shard=2)) for stage in (1, 2, 3)),
+    (4, pipeline.settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2)),
     (8, pipeline.settings(2, 4, "1f1b", pp=2, dp_shard=2, tp=2)),
 ]
 
 
 @pytest.mark.parametrize(
     ("world", "config"),
-    [
-        pytest.param(
-            *case, id=pipeline.named(case[1]), marks=[] if at in (1, 2, 3) else [pytest.mark.proof]
-        )
-        for at, case in enumerate(PIPELINES)
-    ],
+    proof_after(3, PIPELINES, name=lambda world, config: pipeline.named(config)),
 )
-def test_in_a_pipeline(pool, tmp_path, world, config):
-    """One process in float64; embeddings tied between the first and the last stage, whose gradients are summed where they are, in files."""
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 5000}
-    pipeline.check(
-        pool,
-        world,
-        "qwen3",
-        True,
-        {
-            **config,
-            "zero_optimization": {**config["zero_optimization"], "offload_optimizer": offload},
-        },
-    )
+def test_a_pipeline_equals_one_process(pool, tmp_path, world, config):
+    """The gradient of the embedding, tied between the first and the last stage, is in files."""
+    config = {**config, "zero_optimization": zero_section(config, tmp_path)}
+    pipeline.check(pool, world, "qwen3", True, config)
