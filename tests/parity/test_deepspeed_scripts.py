@@ -482,70 +482,29 @@ def test_float16_at_stage_0_has_the_right_gradients(pool):
         assert moment == pytest.approx(0.05, rel=1e-3)
 
 
-def mistakes(rank, world, folder):
-    """Return the messages of all refusals. Runs on every rank."""
-    with deepspeed.zero.Init():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    messages = []
+def misuse_engine(rank, world, folder):
+    """Return the message about a state dict of shards. Runs on every rank.
 
-    def refused(call):
-        with pytest.raises(PlaitError) as error:
-            call()
-        messages.append(str(error.value))
-
-    def gather():
-        return deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)
-
-    def only_gather():
-        with gather(), torch.no_grad():
-            pass
-
-    def replace_parameter():
-        with gather(), torch.no_grad():
-            model[0].weight = nn.Parameter(torch.zeros(4, 4))
-
-    refused(only_gather)
+    test_deepspeed_advice.py has the other refusals.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config=settings(3, **ADAMW))
-    weight = model[0].weight
-    refused(replace_parameter)
-    assert model[0].weight is weight
-    assert deepspeed.utils.safe_get_full_grad(weight) is None
-
     engine.backward(engine(torch.ones(1, 4)).sum())
-    refused(lambda: deepspeed.utils.safe_get_full_grad(weight))
-    refused(only_gather)
-    refused(optimizer.step)
-    refused(engine.plait.optimizer.step)
-    refused(lambda: engine.module.state_dict())
-    refused(lambda: engine.load_checkpoint(folder))
+    with pytest.raises(PlaitError) as error:
+        engine.module.state_dict()
     engine.step()
 
     with pytest.warns(UserWarning, match="of 1 micro-batches") if rank == 0 else nullcontext():
         optimizer.zero_grad()
     with pytest.warns(UserWarning, match="different tags") if rank else nullcontext():
-        engine.save_checkpoint(f"{folder}/own", tag=float(rank), client_state={"loss": float(rank)})
-    assert engine.load_checkpoint(f"{folder}/own", tag=0.0)[1] == {"loss": 0.0}
-    return messages
+        engine.save_checkpoint(folder, tag=float(rank), client_state={"loss": float(rank)})
+    assert engine.load_checkpoint(folder, tag=0.0)[1] == {"loss": 0.0}
+    return str(error.value)
 
 
-def test_mistakes_are_refused_or_warned_of(pool, tmp_path):
-    # A checkpoint of DeepSpeed itself.
-    (tmp_path / "global_step5").mkdir()
-    (tmp_path / "global_step5" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
-    (tmp_path / "latest").write_text("global_step5")
-    fragments = (
-        "on meta",
-        "replaced",
-        "last micro-batch",
-        "between a backward",
-        "call engine.step()",
-        "call engine.step()",
-        "module_state_dict()",
-        "plait import",
-    )
-    for messages in pool.run(WORLD, mistakes, str(tmp_path)):
-        for fragment, message in zip(fragments, messages, strict=True):
-            assert fragment in message
+def test_misuse_is_refused_or_warned_of(pool, tmp_path):
+    for message in pool.run(WORLD, misuse_engine, str(tmp_path)):
+        assert "module_state_dict()" in message
 
 
 def pipeline_module():
@@ -563,12 +522,6 @@ def pipeline_script(rank, world):
     batches = iter(samples())
     losses = [float(engine.train_batch(batches)) for _ in range(2)]
     losses.append(float(engine.eval_batch(batches)))
-
-    with pytest.raises(InputError, match="the iterator had 0 left"):
-        engine.train_batch(batches)
-    with pytest.raises(InputError, match="start from its beginning"):
-        engine.train_batch(samples())  # type: ignore[arg-type]
-
     outputs = engine.eval_batch(
         iter(samples()), compute_loss=False, reduce_output=None, num_micro_batches=1
     )

@@ -134,13 +134,6 @@ def test_tokens_of_every_kind_and_layout(pool):
     check_tokens(pool, 2, ["llama"], list(OFFLOADED))
 
 
-def test_a_cache_on_the_host_is_refused_on_a_cpu():
-    engine = plait.initialize(build("llama"), {"train_micro_batch_size_per_gpu": 1})
-    with pytest.raises(InputError, match="offload_cache: this model computes on the CPU"):
-        engine.generate(PROMPTS, max_new_tokens=2, offload_cache=True)
-    engine.close()
-
-
 def resharding(model):
     """Return for every parameter group of FSDP whether it is freed after its forward."""
     groups = [group for unit in sharded_modules(model) for group in parameter_groups(unit)]

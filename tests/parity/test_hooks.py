@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 
 import plait
-from plait.parallel.data.reducer import Reducer
-from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.hooks import StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.techniques.data_parallel import DataParallel
 from tests.parity import cases
@@ -148,19 +147,3 @@ def test_calls_of_a_hook(pool, tmp_path):
             assert results["error"] == ["drop", micro_batch, "error in forward", "drop"]
             assert results["close"] == ["release", "close"]
             assert results["own loop"] == [micro_batch, last]
-
-
-def test_only_overridden_methods_are_called():
-    class ReductionHook(StepHook):
-        def finish_reduction(self):
-            pass
-
-    hooks = Hooks([ReductionHook(), StepHook()])
-    lists = {name: value for name, value in vars(hooks).items() if isinstance(value, list)}
-    assert len(lists) == 15
-    assert [name for name, calls in lists.items() if calls] == ["finish_reduction"]
-    assert len(hooks.finish_reduction) == 1
-    assert hooks.find(Reducer) is None
-    assert hooks.find(ReductionHook) is hooks.all[0]
-    assert hooks.state() == {}
-    assert hooks.description == ""

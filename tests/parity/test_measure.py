@@ -3,26 +3,19 @@
 import json
 import subprocess
 import sys
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import split_by_node
-from plait.comm import measure
 from plait.comm.choose import (
-    Cost,
-    GroupLinks,
-    Level,
     algorithm_seconds,
     choose_all_reduce,
     load_with_facts,
 )
 from plait.comm.measure import measure_group
 from plait.sizes import MIB
-from tests.parity import cases
-from tests.parity.data_parallel import settings
 
 
 def measure_two_levels(rank, ranks, per_machine):
@@ -65,37 +58,6 @@ def test_two_levels_are_measured_alike_on_every_rank(pool):
     for cost in first.whole.costs.values():
         assert 0 < cost.seconds(MIB) < 5
     assert set(algorithm_seconds(MIB, first)) == algorithms
-
-
-def train_with_links(rank, world, config, links):
-    """Return the description of the communication, and the loss of a step.
-
-    Runs on every rank.
-    """
-    with patch.object(measure, "measure_algorithms", lambda *args, **options: links):
-        engine = cases.engine(cases.build("plain", tied=False), config)
-    loss = engine.train_batch(cases.steps_for("plain", world)[0][rank])
-    return engine.communication, float(loss)
-
-
-@pytest.mark.parametrize(
-    ("fastest", "slower"),
-    [("recursive-doubling", "all-reduce"), ("all-reduce", "recursive-doubling")],
-)
-def test_training_uses_the_fastest_algorithm(pool, fastest, slower):
-    """The choice changes with the measurement, and the numbers do not."""
-    costs = {fastest: Cost(1e-6, 1e-10), slower: Cost(1e-6, 1e-7)}
-    links = GroupLinks("dp_replicate", 1, 2, Level(2, costs))
-    config = settings(2, 0, 1, 1)
-    config["parallel"] |= {"transport": "torch", "measure_seconds": 0}
-    _, expected_loss = pool.run(2, train_with_links, config, links)[0]
-    del config["parallel"]["measure_seconds"]
-    results = pool.run(2, train_with_links, config, links)
-    assert results[0] == results[1]
-    communication, loss = results[0]
-    assert f"by {fastest}" in communication
-    assert "2 ranks on 1 machine" in communication
-    assert loss == pytest.approx(expected_loss, rel=1e-12)
 
 
 @pytest.mark.proof

@@ -356,8 +356,8 @@ def is_there(name):
 
 FOLLOWED = {
     # 1: decisions taken at first use
-    "requires_grad_(True) before plait.initialize, and requires_grad_(False) after it": "parity/test_frozen_for_a_while.py::test_gradual_unfreezing",
-    "call requires_grad_(False) on the other engine's model before its forward": "parity/test_frozen_for_a_while.py::test_generator_first",
+    "requires_grad_(True) before plait.initialize, and requires_grad_(False) after it": "parity/test_unfreezing.py::test_gradual_unfreezing",
+    "call requires_grad_(False) on the other engine's model before its forward": "parity/test_unfreezing.py::test_generator_first",
     'would change it twice; use parallel.recompute.mode = "none"': "unit/parallel/activations/test_recompute.py::test_a_tensor_that_begins_to_change_is_named",
     # 2: ranks that do different things
     "or use ZeRO stage 1 or 2, where ranks may skip different blocks": "parity/test_skipped_blocks.py::test_ranks_skip_different_blocks",
