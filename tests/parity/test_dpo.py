@@ -84,7 +84,7 @@ TRAINERS = {rows: partial(dpo_trainer, rows=rows) for rows in (7, 19, 20, 21, 22
     [(2, 7), (2, 21), (2, 22), (2, 23), (3, 7), (3, 19), (3, 20), (3, 22), (3, 23)],
 )
 def test_every_remainder_of_rows(pool, tmp_path, ranks, rows):
-    """In the last batch of an epoch and of an evaluation some ranks have fewer rows, or none."""
+    """Some ranks have fewer rows, or none, in the last batch of an epoch and of an evaluation."""
     expected = trl_runs.native(TRAINERS[rows], METRICS, ranks, lora=False)
     arguments = (TRAINERS[rows], METRICS, zero(2), str(tmp_path), False)
     result = pool.run(ranks, trl_runs.on_plait, *arguments)[0]

@@ -117,7 +117,7 @@ def logits_without_adapters(rank, world, case):
     ids=lambda case: case.name,
 )
 def test_disabled_adapters(pool, case):
-    """Without adapters the model is the base model, and a released model is PEFT's again."""
+    """The model without adapters is the base model, and a released model is PEFT's again."""
     model = build(case).eval()
     with torch.no_grad():
         adapted = model(input_ids=IDS).logits

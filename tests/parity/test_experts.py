@@ -194,7 +194,7 @@ def train_with_hook(rank, world, case):
 
 
 def test_a_hook_is_given_all_tokens(pool):
-    """Without a hook, sequence parallelism computes the outputs of the rank's own tokens only."""
+    """Sequence parallelism computes only the outputs of the rank's tokens if nothing looks."""
     case = case_of("mixtral tp2 ep2 balance uneven sequence")
     for result, rows in pool.run(2, train_with_hook, case):
         assert_equal(case, [result])
@@ -222,7 +222,7 @@ def saved_configs(rank, world, case, folder):
 
 @pytest.mark.parametrize("axis", proof_after(1, ["cp2", "pp2"]))
 def test_the_models_configuration_does_not_change(pool, axis, tmp_path):
-    """Plait computes the balance loss in place of the model, and the saved file does not show it."""
+    """Plait computes the balance loss in place of the model, and the file does not show it."""
     case = case_of(f"mixtral {axis} balance unmasked")
     for before, *after in pool.run(2, saved_configs, case, str(tmp_path)):
         assert '"output_router_logits": true' in before

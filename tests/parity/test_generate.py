@@ -490,7 +490,8 @@ def test_all_ranks_raise_if_the_choosing_rank_fails(pool):
         other = second[layout]
         if layout == "pp":
             # The last stage has the logits.
-            choosing, other = other, choosing
+            choosing = second[layout]
+            other = first[layout]
         assert choosing["text"] == "RuntimeError: no text for that"
         assert choosing["logits"].startswith("InputError")
         assert "logits are not finite" in choosing["logits"]
