@@ -1,4 +1,7 @@
-"""`zero_grad` between the micro-batches of a step drops gradients that are not reduced yet, as in one process."""
+"""`zero_grad` between the micro-batches of a step drops gradients, as in one process.
+
+Some of them are not reduced yet, and are not in `grad`.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,32 @@ class OwnZeroGrad(torch.optim.AdamW):
                 parameter.grad = None
 
 
-def own_optimizer(model):
-    return {"all": OwnZeroGrad(list(model.parameters()), **cases.OPTIMIZER["params"])}
+def weights_of(model):
+    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}
+
+
+def assert_equal(weights, expected):
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 def run(program, model, loss, accumulate, optimizers=None):
-    """(weights, parameters that have a gradient before each step)."""
+    """Run the actions of a program.
+
+    Args:
+        program: Names of actions, each with one micro-batch or none.
+        model: The model.
+        loss: Function of the micro-batch's number that returns its loss.
+        accumulate: Returns the context of all backwards of a step but the last one.
+        optimizers: One for matrices and one for vectors by default.
+
+    Returns:
+        The weights, and which parameters had a gradient before each step.
+    """
     parameters = list(model.parameters())
-    optimizers = optimizers or {
-        "matrices": cases.adamw([p for p in parameters if p.ndim > 1]),
-        "vectors": cases.adamw([p for p in parameters if p.ndim == 1]),
-    }
+    if optimizers is None:
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim == 1]
+        optimizers = {"matrices": cases.adamw(matrices), "vectors": cases.adamw(vectors)}
 
     def zero(action):
         in_place = {"set_to_none": False} if "in place" in action else {}
@@ -87,11 +105,11 @@ def run(program, model, loss, accumulate, optimizers=None):
             for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
-    return {name: full_tensor_on_cpu(p) for name, p in model.named_parameters()}, has_gradient
+    return weights_of(model), has_gradient
 
 
 def loss_of(model, world, ranks):
-    """Function (number of the micro-batch, side branch) -> mean of the ranks' losses."""
+    """Return a function of a micro-batch's number and branch: the mean of the ranks' losses."""
     step = cases.ragged_steps(max(map(len, PROGRAMS.values())) * world, steps=1, keys=())[0]
 
     def loss(number, side):
@@ -104,14 +122,38 @@ def loss_of(model, world, ranks):
     return loss
 
 
+def weight_problems(programs, results, references):
+    """Compare the weights of all programs on all ranks, and return what differs."""
+    problems = []
+    for index, name in enumerate(programs):
+        for rank, of_rank in enumerate(results):
+            try:
+                close(of_rank[index], references[index])
+            except AssertionError as error:
+                problems.append(f"{name}, rank {rank}: {error}")
+    return problems
+
+
+def reference_runs(world, programs):
+    """Run programs in one process on the micro-batches of all ranks."""
+    results = []
+    for name in programs:
+        model = materialised("plain", tied=True)
+        loss = loss_of(model, world, list(range(world)))
+        results.append(run(PROGRAMS[name], model, loss, nullcontext))
+    return results
+
+
 def sharded_runs(rank, world, config, programs):
-    """Runs in a worker."""
+    """Runs on every rank."""
     results = []
     for name in programs:
         model = materialised("plain", tied=True)
         sharded = plait.parallelize(model, config)
         loss = loss_of(model, world, [rank])
-        optimizers = own_optimizer(model) if "own" in name else None
+        optimizers = None
+        if "own" in name:
+            optimizers = {"all": OwnZeroGrad(list(model.parameters()), **cases.OPTIMIZER["params"])}
         results.append(run(PROGRAMS[name], model, loss, sharded.accumulate, optimizers))
         sharded.close()
     return results
@@ -121,25 +163,18 @@ def sharded_runs(rank, world, config, programs):
     ("world", "stage", "replicas"), [(2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (4, 2, 2)]
 )
 def test_dropped_gradients_stay_dropped(pool, world, stage, replicas):
-    """The same weights, and the same parameters without a gradient, as one process."""
+    """Weights, and the parameters that have no gradient, are those of one process."""
     programs = list(PROGRAMS)
     if world > 2:
         programs = ["gives up", "zeroes in place", "one of two optimizers", "two optimizers"]
-    found = pool.run(world, sharded_runs, settings(world, stage, replicas, 1), programs)
-    problems = []
-    for index, name in enumerate(programs):
-        model = materialised("plain", tied=True)
-        expected, has_gradient = run(
-            PROGRAMS[name], model, loss_of(model, world, list(range(world))), nullcontext
-        )
-        for rank in range(world):
-            weights, rank_has_gradient = found[rank][index]
-            if rank_has_gradient != has_gradient:
+    results = pool.run(world, sharded_runs, settings(world, stage, replicas, 1), programs)
+    references = reference_runs(world, programs)
+    weights_of_ranks = [[weights for weights, _ in runs] for runs in results]
+    problems = weight_problems(programs, weights_of_ranks, [weights for weights, _ in references])
+    for rank, runs in enumerate(results):
+        for name, (_, has_gradient), (_, expected) in zip(programs, runs, references, strict=True):
+            if has_gradient != expected:
                 problems.append(f"{name}, rank {rank}: other parameters have a gradient")
-            try:
-                close(weights, expected)
-            except AssertionError as error:
-                problems.append(f"{name}, rank {rank}: {error}")
     assert not problems, "\n".join(problems)
 
 
@@ -169,14 +204,15 @@ class Backward:
     """Loss of `run` whose backward is the engine's."""
 
     def __init__(self, engine, loss):
-        self.engine, self.loss = engine, loss
+        self.engine = engine
+        self.loss = loss
 
     def backward(self):
         self.engine.backward(self.loss)
 
 
 def engine_runs(rank, world, config, programs):
-    """Weights after each program. Runs in a worker."""
+    """Return the weights after each program. Runs on every rank."""
     results = []
     for program in programs:
         engine = plait.initialize(materialised("plain", tied=True), config)
@@ -204,21 +240,14 @@ def engine_runs(rank, world, config, programs):
 def test_dropped_gradients_of_an_engine(pool, stage):
     """`engine.module.zero_grad()` and `engine.optimizer.zero_grad()` between micro-batches."""
     config = settings(2, stage, 1, 1, gradient_clipping=0)
-    found = pool.run(2, engine_runs, config, [PROGRAMS[name] for name in ENGINE_PROGRAMS])
-    problems = []
-    for index, name in enumerate(ENGINE_PROGRAMS):
-        model = materialised("plain", tied=True)
-        expected, _ = run(PROGRAMS[name], model, loss_of(model, 2, [0, 1]), nullcontext)
-        for rank in range(2):
-            try:
-                close(found[rank][index], expected)
-            except AssertionError as error:
-                problems.append(f"{name}, rank {rank}: {error}")
+    results = pool.run(2, engine_runs, config, [PROGRAMS[name] for name in ENGINE_PROGRAMS])
+    references = [weights for weights, _ in reference_runs(2, ENGINE_PROGRAMS)]
+    problems = weight_problems(ENGINE_PROGRAMS, results, references)
     assert not problems, "\n".join(problems)
 
 
 def reduced_in_another_dtype(rank, world):
-    """Weights after each of three programs with bf16. Runs in a worker."""
+    """Return the weights after each of three programs with bf16. Runs on every rank."""
     results = []
     for dropped in ([], ["inside side", "zero"], ["inside side", "model.zero_grad"]):
         model = materialised("plain", tied=True).float()
@@ -232,9 +261,9 @@ def reduced_in_another_dtype(rank, world):
 
 def test_sums_of_another_dtype_are_dropped(pool):
     """The unreduced sum in float32 is not `grad` of any parameter before torch 2.15."""
-    for expected, *found in pool.run(2, reduced_in_another_dtype):
-        for weights in found:
-            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    for expected, *others in pool.run(2, reduced_in_another_dtype):
+        for weights in others:
+            assert_equal(weights, expected)
 
 
 @pytest.mark.parametrize("zeroed", ["module", "optimizer"])
@@ -280,19 +309,18 @@ def compressed(stage, parallel, skips=False):
 @pytest.mark.parametrize("name", COMPRESSED)
 @pytest.mark.parametrize("skips", [False, True])
 def test_errors_of_an_engines_dropped_gradients(pool, name, skips):
-    """The same bits as without the dropped micro-batches, whose errors are dropped too."""
+    """The bits are those of a run without the dropped micro-batches, and without their errors."""
     config = compressed(*COMPRESSED[name], skips=skips)
     programs = [[*dropped, *FULL_STEP, *FULL_STEP] for dropped in (NOTHING, *DROPPED)]
-    for expected, *found in pool.run(2, engine_runs, config, programs):
-        for dropped, weights in zip(DROPPED, found, strict=True):
-            same = [torch.equal(weights[name], expected[name]) for name in expected]
-            assert all(same), dropped
+    for expected, *others in pool.run(2, engine_runs, config, programs):
+        for weights in others:
+            assert_equal(weights, expected)
 
 
 def updated_runs(rank, world, config):
-    """Weights after three ways to write the same steps. Runs in a worker."""
+    """Return the weights after three forms of the same steps. Runs on every rank."""
     results = []
-    for way in ("plain", "closure", "by hand"):
+    for form in ("plain", "closure", "by hand"):
         model = materialised("plain", tied=True)
         sharded = plait.parallelize(model, config)
         loss = loss_of(model, world, [rank])
@@ -306,19 +334,19 @@ def updated_runs(rank, world, config):
                 value.backward()
                 return value
 
-            if way == "closure":
+            if form == "closure":
                 optimizer.step(closure)
+            elif form == "plain":
+                closure()
+                optimizer.step()
             else:
                 closure()
-                if way == "plain":
-                    optimizer.step()
-                else:
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            if parameter.grad is not None:
-                                parameter.sub_(0.5 * parameter.grad)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(0.5 * parameter.grad)
             model.zero_grad()
-        results.append({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()})
+        results.append(weights_of(model))
         sharded.close()
     return results
 
@@ -326,14 +354,16 @@ def updated_runs(rank, world, config):
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_zero_grad_after_an_update_keeps_errors(pool, name):
     """Own loops may update in a closure or without an optimizer of torch."""
-    for expected, *found in pool.run(2, updated_runs, compressed(*COMPRESSED[name])):
-        for weights in found:
-            for parameter, value in expected.items():
-                torch.testing.assert_close(weights[parameter], value, rtol=1e-12, atol=1e-12)
+    for expected, *others in pool.run(2, updated_runs, compressed(*COMPRESSED[name])):
+        for weights in others:
+            close(weights, expected, rtol=1e-12)
 
 
 def skipped_steps(rank, world, config):
-    """Weights of two runs, the second with a step that is not finite. Runs in a worker."""
+    """Return the weights of two runs, the second with a step that is not finite.
+
+    Runs on every rank.
+    """
     results = []
     for factor in (0.0, float("inf")):
         model = materialised("plain", tied=True)
@@ -349,7 +379,7 @@ def skipped_steps(rank, world, config):
             if number != 1 or factor:
                 value.backward()
                 sharded.step(optimizer)
-        results.append({name: full_tensor_on_cpu(p) for name, p in model.named_parameters()})
+        results.append(weights_of(model))
         sharded.close()
     return results
 
@@ -357,5 +387,5 @@ def skipped_steps(rank, world, config):
 def test_errors_of_a_skipped_step_in_an_own_loop(pool):
     config = settings(2, 0, 1, 1, faults={"non_finite": "skip"})
     config["parallel"]["compress_gradients"] = "int8"
-    for expected, found in pool.run(2, skipped_steps, config):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for expected, weights in pool.run(2, skipped_steps, config):
+        assert_equal(weights, expected)

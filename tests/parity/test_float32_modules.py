@@ -1,4 +1,4 @@
-"""Modules that compute in float32 in a model that computes in bfloat16: BatchNorm, and those that the file names."""
+"""Modules that stay in float32 in a bfloat16 model: BatchNorm and `keep_in_fp32_modules`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class NormalisedBlock(nn.Module):
 
 
 class NormalisedModel(nn.Module):
-    """A language model of such blocks. `dtypes` are those of the last forward, by module."""
+    """A language model that records dtypes.
+
+    Attributes:
+        dtypes: Dtypes of (input, weight, output) in the last forward, keyed by module name.
+    """
 
     def __init__(self):
         super().__init__()
@@ -58,31 +62,30 @@ def build():
     return NormalisedModel()
 
 
+def config_with_float32_modules(stage, pattern):
+    data_types = {"keep_in_fp32_modules": [pattern]}
+    return settings(2, stage, 1, 1, bf16={"enabled": True}, data_types=data_types)
+
+
 def train(rank, world, stage):
-    """Runs in a worker. All ranks train on the same rows."""
-    config = settings(
-        2,
-        stage,
-        1,
-        1,
-        bf16={"enabled": True},
-        data_types={"keep_in_fp32_modules": ["blocks.1.gate"]},
-    )
+    """Train on the same rows on all ranks. Runs on every rank."""
     model = build()
-    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    losses = [
-        float(engine.train_batch([step[0]])) for step in cases.ragged_steps(1, steps=3, keys=())
-    ]
+    engine = plait.initialize(
+        model, config_with_float32_modules(stage, "blocks.1.gate"), loss_fn=plait.causal_lm_loss
+    )
+    losses = []
+    for step in cases.ragged_steps(1, steps=3, keys=()):
+        losses.append(float(engine.train_batch([step[0]])))
     return losses, model.dtypes, model.blocks[0].norm.running_mean
 
 
 def reference():
-    """One process that casts by hand."""
+    """Train in one process that casts by hand."""
     model = build()
     optimizer = cases.adamw(list(model.parameters()))
     losses = []
-    for (piece,) in cases.ragged_steps(1, steps=3, keys=()):
-        hidden = F.embedding(piece["input_ids"], model.embed.weight.bfloat16())
+    for (micro_batch,) in cases.ragged_steps(1, steps=3, keys=()):
+        hidden = F.embedding(micro_batch["input_ids"], model.embed.weight.bfloat16())
         for index, block in enumerate(model.blocks):
             up = F.linear(hidden, block.up.weight.bfloat16(), block.up.bias.bfloat16())
             inner = block.norm(up.float().flatten(0, 1)).bfloat16().view_as(hidden)
@@ -92,7 +95,7 @@ def reference():
                 gate = F.linear(hidden, block.gate.weight.bfloat16(), block.gate.bias.bfloat16())
             hidden = hidden + inner * gate.sigmoid()
         logits = F.linear(hidden, model.head.weight.bfloat16(), model.head.bias.bfloat16())
-        total, weight = plait.causal_lm_loss(cases.Output(logits), piece)
+        total, weight = plait.causal_lm_loss(cases.Output(logits), micro_batch)
         loss = total / weight
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -106,30 +109,24 @@ def reference():
 def test_named_modules_compute_in_float32(pool, stage):
     expected = reference()
     for losses, dtypes, mean in pool.run(2, train, stage):
-        kept = {
-            name
-            for name, used in dtypes.items()
-            if used == (torch.float32, torch.float32, torch.bfloat16)
-        }
-        cast = {name for name, used in dtypes.items() if set(used) == {torch.bfloat16}}
-        # A hook of the user's sees a module's output before it is cast for the next one.
-        kept |= {name for name, used in dtypes.items() if set(used) == {torch.float32}}
-        assert kept == {"blocks.0.norm", "blocks.1.norm", "blocks.1.gate"}
-        assert kept | cast == dtypes.keys()
+        in_bfloat16 = {name for name, used in dtypes.items() if set(used) == {torch.bfloat16}}
+        in_float32 = dtypes.keys() - in_bfloat16
+        assert in_float32 == {"blocks.0.norm", "blocks.1.norm", "blocks.1.gate"}
+        for name in in_float32:
+            # The output is cast for the next module, before or after a user's hook sees it.
+            assert dtypes[name][:2] == (torch.float32, torch.float32)
         assert mean.dtype == torch.float32 and mean.abs().max() > 0
         assert losses == pytest.approx(expected, rel=2e-3)
 
 
-def name_nothing(rank, world):
-    """Runs in a worker."""
-    config = settings(
-        2, 1, 1, 1, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["gates"]}
-    )
-    with pytest.raises(ModelError) as caught:
+def pattern_without_match(rank, world):
+    """Return the message of the refusal. Runs on every rank."""
+    config = config_with_float32_modules(1, "gates")
+    with pytest.raises(ModelError) as error:
         plait.initialize(build(), config, loss_fn=plait.causal_lm_loss)
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_a_name_that_matches_nothing_is_refused(pool):
-    for message in pool.run(2, name_nothing):
+    for message in pool.run(2, pattern_without_match):
         assert "no module of NormalisedModel matches 'gates'" in message

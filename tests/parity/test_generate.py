@@ -1,9 +1,11 @@
-"""Tokens generated on a layout are those of one process by Transformers, and training goes on as if nothing had been generated."""
+"""Tokens of `generate` on a layout equal those of Transformers in one process.
+
+Training after a generation continues as if nothing had been generated.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import plait
+from plait._torch.tensors import local_tensor
 from plait._torch.units import parameter_groups, sharded_modules, unsharded_parameter_bytes
 from plait.errors import InputError
 from plait.parallel.activations.activation_store import OffloadedActivations
@@ -21,36 +24,27 @@ from tests.parity.generation import PROMPTS, engine_on
 from tests.parity.layouts import FOUR, TWO
 from tests.unit.inference import recurrent_models as recurrent
 
-NEW = 5
+NEW_TOKENS = 5
 IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
-SAVED = {"activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}}
+ACTIVATIONS_IN_FILES = {
+    "activation_offload": {"device": "disk", "path": tempfile.gettempdir(), "fraction": 1.0}
+}
+ZERO_3 = {"stage": 3}
 OFFLOADED: dict[str, dict[str, Any]] = {
-    "ZeRO 3, loss in chunks": {
-        "zero_optimization": {"stage": 3},
-        "parallel": {"loss_chunk_tokens": 8},
-    },
+    "ZeRO 3, loss in chunks": {"zero_optimization": ZERO_3, "parallel": {"loss_chunk_tokens": 8}},
     "tp, loss in chunks": {"parallel": {"tp": 2, "loss_chunk_tokens": 8}},
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
-    "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
-    "files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES}},
-    "activations in files": {"zero_optimization": {"stage": 3}, "parallel": SAVED},
-    "a pipeline's activations in files": {"parallel": {"pp": 2, **SAVED}},
+    "recomputed": {"zero_optimization": ZERO_3, "parallel": {"recompute": {"mode": "full"}}},
+    "files": {"zero_optimization": {**ZERO_3, "offload_param": IN_FILES}},
+    "activations in files": {"zero_optimization": ZERO_3, "parallel": ACTIVATIONS_IN_FILES},
+    "a pipeline's activations in files": {"parallel": {"pp": 2, **ACTIVATIONS_IN_FILES}},
     "all in files": {
-        "zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}
+        "zero_optimization": {**ZERO_3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}
     },
 }
-TRAINED = (
-    "ZeRO 3",
-    "ZeRO 1",
-    "tp",
-    "pp",
-    "recomputed",
-    "all in files",
-    "activations in files",
-    "a pipeline's activations in files",
-)
-RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
-"""Also without a cache, one request at a time."""
+LAYOUTS = {**TWO, **FOUR, **OFFLOADED}
+WITHOUT_CACHE = {"ZeRO 3", "sequence parallel", "tp x pp"}
+"""Layouts that are also tested without a cache, one request at a time."""
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {},
@@ -60,371 +54,394 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind):
+def build(kind):
     return generation.built(kind, tied=kind == "gpt2", **KINDS[kind]).double()
 
 
-def by_transformers(kind):
-    """New tokens of PROMPTS."""
-    return generation.by_transformers(built(kind).eval(), NEW)[:, -NEW:].tolist()
+def batch_of(seed):
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
 
 
-def generated(rank, world, kinds, layouts):
-    """Tokens and log probabilities; a data-parallel rank has one prompt of the three, or two. Runs in a worker."""
-    found = {}
+def expected_tokens(kind):
+    """Return the tokens that Transformers generates for PROMPTS."""
+    tokens = generation.by_transformers(build(kind).eval(), NEW_TOKENS)
+    return tokens[:, -NEW_TOKENS:].tolist()
+
+
+def token_ids(results):
+    return [result.token_ids for result in results]
+
+
+def parameters_of(model):
+    return [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def generate_on_layouts(rank, world, kinds, layouts):
+    """Return results by (kind, layout). Runs on every rank.
+
+    The three prompts are divided among the data-parallel ranks.
+    """
+    results_by_layout = {}
     for kind in kinds:
-        for name in layouts:
-            model = built(kind)
+        for layout in layouts:
+            model = build(kind)
             with keeping_float64(model):
-                engine = engine_on({**TWO, **FOUR, **OFFLOADED}[name], model)
+                engine = engine_on(LAYOUTS[layout], model)
+                prompts = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
+                generate = partial(engine.generate, prompts, max_new_tokens=NEW_TOKENS)
                 try:
-                    mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
-                    made = engine.generate(mine, max_new_tokens=NEW)
-                    if name in RECOMPUTED:
-                        again = engine.generate(
-                            mine, max_new_tokens=NEW, use_cache=False, batch_size=1
-                        )
-                        assert [one.token_ids for one in again] == [
-                            one.token_ids for one in made
-                        ], (kind, name)
-                    found[kind, name] = [
-                        (one.prompt_ids, one.token_ids, one.logprobs) for one in made
-                    ]
+                    results = generate()
+                    if layout in WITHOUT_CACHE:
+                        uncached = generate(use_cache=False, batch_size=1)
+                        assert token_ids(uncached) == token_ids(results), (kind, layout)
                 finally:
+                    # Another kind is next, also after a failure.
                     engine.close()
-    return found
+            results_by_layout[kind, layout] = [
+                (result.prompt_ids, result.token_ids, result.logprobs) for result in results
+            ]
+    return results_by_layout
 
 
-def compare(results, kinds):
-    expected = {
-        kind: dict(zip(map(tuple, PROMPTS), by_transformers(kind), strict=True)) for kind in kinds
-    }
-    for rank, found in enumerate(results):
-        for (kind, name), rows in found.items():
+def check_tokens(pool, world, kinds, layouts):
+    expected = {}
+    for kind in kinds:
+        for prompt, tokens in zip(PROMPTS, expected_tokens(kind), strict=True):
+            expected[kind, tuple(prompt)] = tokens
+    for rank, results in enumerate(pool.run(world, generate_on_layouts, kinds, layouts)):
+        for (kind, layout), rows in results.items():
             for prompt, tokens, logprobs in rows:
-                assert tokens == expected[kind][tuple(prompt)], (rank, kind, name, prompt)
+                assert tokens == expected[kind, tuple(prompt)], (rank, kind, layout, prompt)
                 assert len(logprobs) == len(tokens) and max(logprobs) <= 0
 
 
-LLAMA_LAYOUTS = ["ZeRO 1", "ZeRO 3", "pp", "ZeRO 3, loss in chunks", "tp, loss in chunks"]
-
-
 def test_tokens_of_two_ranks(pool):
-    compare(pool.run(2, generated, ["llama"], LLAMA_LAYOUTS), ["llama"])
-    compare(
-        pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"]
-    )
+    layouts = ["ZeRO 1", "ZeRO 3", "pp", "ZeRO 3, loss in chunks", "tp, loss in chunks"]
+    check_tokens(pool, 2, ["llama"], layouts)
+    check_tokens(pool, 2, ["gemma2"], ["sequence parallel", "pp, interleaved"])
 
 
 def test_tokens_of_four_ranks(pool):
-    compare(pool.run(4, generated, ["mistral"], ["tp x pp"]), ["mistral"])
-    compare(pool.run(4, generated, ["gpt2"], ["pp x ZeRO 3"]), ["gpt2"])
-
-
-def test_keys_and_values_on_the_host_are_for_a_gpu():
-    engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 1})
-    with pytest.raises(InputError, match="offload_cache: this model computes on the CPU"):
-        engine.generate(PROMPTS, max_new_tokens=2, offload_cache=True)
-    engine.close()
+    check_tokens(pool, 4, ["mistral"], ["tp x pp"])
+    check_tokens(pool, 4, ["gpt2"], ["pp x ZeRO 3"])
 
 
 @pytest.mark.proof
 def test_tokens_of_every_kind_and_layout(pool):
-    compare(pool.run(2, generated, list(KINDS), list(TWO)), list(KINDS))
-    compare(pool.run(4, generated, list(KINDS), list(FOUR)), list(KINDS))
-    compare(pool.run(2, generated, ["llama"], list(OFFLOADED)), ["llama"])
+    check_tokens(pool, 2, list(KINDS), list(TWO))
+    check_tokens(pool, 4, list(KINDS), list(FOUR))
+    check_tokens(pool, 2, ["llama"], list(OFFLOADED))
 
 
-def trained(rank, world, layouts):
-    """Weights and losses of three steps with dropout, with and without texts between them. Runs in a worker."""
-    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
-    for name in layouts:
-        ends = []
+def resharding(model):
+    """Return for every parameter group of FSDP whether it is freed after its forward."""
+    groups = [group for unit in sharded_modules(model) for group in parameter_groups(unit)]
+    return [group.post_forward_mesh_info is None for group in groups]
+
+
+def train_between_generations(rank, world, layouts):
+    """Train three steps with dropout, with and without generations. Runs on every rank."""
+    for layout in layouts:
+        runs = []
         for generates in (False, True):
-            model = built("gpt2")
+            model = build("gpt2")
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.1
-            config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
-            count = config.get("gradient_accumulation_steps", 1)
-            engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-            assert (engine.hooks.find(OffloadedActivations) is not None) == ("activations" in name)
+            config = {"train_micro_batch_size_per_gpu": 2, **LAYOUTS[layout]}
+            engine = cases.engine(model, config)
+            offloads = engine.hooks.find(OffloadedActivations) is not None
+            assert offloads == ("activations" in layout)
+            # Ranks need not have equally many prompts, and the first has none.
+            prompts = PROMPTS
+            if engine.dp_size > 1:
+                prompts = PROMPTS[: 2 * engine.sharded.mesh.dp_index]
+
+            batch = [batch_of(rank)] * config.get("gradient_accumulation_steps", 1)
+            resharding_before = resharding(model)
             losses = []
-            freed = [
-                group.post_forward_mesh_info is None
-                for unit in sharded_modules(model)
-                for group in parameter_groups(unit)
-            ]
             for _ in range(3):
-                losses.append(
-                    float(engine.train_batch([{"input_ids": ids, "labels": ids}] * count).loss)
-                )
-                if generates:  # ranks need not have as many prompts, and one has none
-                    mine = (
-                        PROMPTS[: 2 * engine.sharded.mesh.dp_index]
-                        if engine.dp_size > 1
-                        else PROMPTS
-                    )
-                    assert len(
-                        engine.generate(mine, max_new_tokens=5, temperature=0.8, seed=3)
-                    ) == len(mine)
-            assert model.training and not unsharded_parameter_bytes(model)
-            if generates and name == "ZeRO 3":
-                assert [
-                    group.post_forward_mesh_info is None
-                    for unit in sharded_modules(model)
-                    for group in parameter_groups(unit)
-                ] == freed
-            ends.append(
-                (
-                    losses,
-                    [parameter.detach().clone() for parameter in map(local, model.parameters())],
-                )
-            )
-            engine.close()
-        assert ends[0][0] == ends[1][0], name
-        assert all(
-            torch.equal(one, other) for one, other in zip(ends[0][1], ends[1][1], strict=True)
-        ), name
-
-
-def local(parameter):
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def drawn(rank, world):
-    """Of one prompt, three times in a call. Runs in a worker."""
-    engine = engine_on(TWO["tp"], built("llama"))
-    together = engine.generate(
-        [PROMPTS[0]] * 3, max_new_tokens=NEW, temperature=1.5, top_k=0, seed=5
-    )
-    (alone,) = engine.generate([PROMPTS[0]], max_new_tokens=NEW, temperature=1.5, top_k=0, seed=6)
-    engine.close()
-    assert alone.token_ids == together[1].token_ids
-    return [one.token_ids for one in together]
-
-
-def test_every_request_draws_its_own_numbers(pool):
-    one, other = pool.run(2, drawn)
-    assert one == other and len(set(map(tuple, one))) == 3
-
-
-def between_micro_batches(rank, world, stage):
-    """Between the two micro-batches of a step. Runs in a worker."""
-    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
-    ends = []
-    for generates in (False, True):
-        model = built("llama")
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {"stage": stage},
-        }
-        engine = plait.initialize(model, config)
-        for _ in range(2):
-            for _ in range(2):
-                logits = engine(input_ids=ids).logits
-                engine.backward(logits.logsumexp(-1).mean())
+                losses.append(float(engine.train_batch(batch).loss))
                 if generates:
-                    engine.generate(PROMPTS, max_new_tokens=2)
-                engine.step()
-        ends.append([parameter.detach().clone() for parameter in map(local, model.parameters())])
-        engine.close()
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+                    results = engine.generate(prompts, max_new_tokens=5, temperature=0.8, seed=3)
+                    assert len(results) == len(prompts)
+            assert model.training and not unsharded_parameter_bytes(model)
+            if layout == "ZeRO 3":
+                assert resharding(model) == resharding_before
+            runs.append((losses, parameters_of(model)))
+            engine.close()
+        expected, actual = runs
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=f"{layout}: {{}}".format)
 
 
-@pytest.mark.parametrize("name", proof_after(1, TRAINED))
-def test_training_goes_on_as_if_nothing_had_been_generated(pool, name):
-    pool.run(2, trained, [name])
+@pytest.mark.parametrize(
+    "layout",
+    proof_after(
+        1,
+        [
+            "ZeRO 3",
+            "ZeRO 1",
+            "tp",
+            "pp",
+            "recomputed",
+            "all in files",
+            "activations in files",
+            "a pipeline's activations in files",
+        ],
+    ),
+)
+def test_generations_do_not_change_training(pool, layout):
+    pool.run(2, train_between_generations, [layout])
 
 
 @pytest.mark.proof
-def test_training_of_four_ranks_goes_on(pool):
-    pool.run(4, trained, [*FOUR, "ZeRO 3"])
+def test_generations_do_not_change_training_of_four_ranks(pool):
+    pool.run(4, train_between_generations, [*FOUR, "ZeRO 3"])
+
+
+def draw_tokens(rank, world):
+    """Generate three times for one prompt in one call. Runs on every rank."""
+    engine = engine_on(TWO["tp"], build("llama"))
+    generate = partial(engine.generate, max_new_tokens=NEW_TOKENS, temperature=1.5, top_k=0)
+    results = generate([PROMPTS[0]] * 3, seed=5)
+    (alone,) = generate([PROMPTS[0]], seed=6)
+    engine.close()
+    # The seed of the second request is one more than that of the call.
+    assert alone.token_ids == results[1].token_ids
+    return token_ids(results)
+
+
+def test_every_request_draws_its_own_numbers(pool):
+    tokens, other_tokens = pool.run(2, draw_tokens)
+    assert tokens == other_tokens
+    assert len(set(map(tuple, tokens))) == 3
+
+
+def generate_between_micro_batches(rank, world, stage):
+    """Runs on every rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+    }
+    runs = []
+    for generates in (False, True):
+        model = build("llama")
+        engine = plait.initialize(model, config)
+        for _ in range(2 * 2):
+            logits = engine(input_ids=batch_of(rank)["input_ids"]).logits
+            engine.backward(logits.logsumexp(-1).mean())
+            if generates:
+                engine.generate(PROMPTS, max_new_tokens=2)
+            engine.step()
+        runs.append(parameters_of(model))
+        engine.close()
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stage", proof_after(1, [3, 2]))
-def test_in_the_middle_of_a_step(pool, stage):
-    pool.run(2, between_micro_batches, stage)
+def test_generation_between_micro_batches(pool, stage):
+    pool.run(2, generate_between_micro_batches, stage)
 
 
-def within_a_pipelines_step(rank, world):
-    """From the loss of a pipeline's first step, which computes it on every rank to check the stages. Runs in a worker."""
-    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
-    batch = [{"input_ids": ids, "labels": ids}]
-    inner: list[Callable[[], Any]] = []
-
-    def loss(output, piece):
-        for call in inner:
-            call()
-        return plait.causal_lm_loss(output, piece)
-
-    losses = []
-    for interrupted in (False, True):
-        engine = plait.initialize(
-            built("llama"),
-            {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]},
-            loss_fn=plait.WeightedLoss(loss, plait.causal_lm_loss.weight),
-        )
-        calls = (
-            partial(engine.generate, PROMPTS, max_new_tokens=2),
-            partial(engine.score, PROMPTS),
-            partial(engine.predict, batch[0]),
-        )
-        for call in calls if interrupted else ():
-            inner[:] = [call]
-            with pytest.raises(
-                InputError, match="was called while the pipeline runs .* call it between two steps"
-            ):
-                engine.train_batch(batch)
-        inner.clear()
-        losses.append([float(engine.train_batch(batch).loss) for _ in range(2)])
-        engine.close()
-    assert losses[0] == losses[1]
-
-
-def test_inside_of_a_pipelines_step(pool):
-    pool.run(2, within_a_pipelines_step)
-
-
-def interrupted(name, *, first, hears):
-    """Losses of three steps, and what a hook of an attention (the first one's, or the last one's) hears that calls the engine in the
-    forward of the second and in the backward of the third."""
-    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
-    batch = [{"input_ids": ids, "labels": ids}]
-    model, armed, heard = built("llama"), list[str](), list[str]()
-    attentions = [path for path, _ in model.named_modules() if path.endswith("self_attn")]
-    engine = engine_on(TWO[name], model)
-    made = (
+def calls_of(engine, batch):
+    """Return calls that run the model and are refused while it runs."""
+    return [
         partial(engine.generate, PROMPTS, max_new_tokens=2),
         partial(engine.score, PROMPTS),
-        partial(engine.predict, batch[0]),
-        partial(engine.train_batch, batch),
-    )
-
-    def calls(where):
-        if armed == [where]:
-            armed.clear()
-            for call in made:
-                with pytest.raises(InputError) as found:
-                    call()
-                heard.append(str(found.value))
-
-    def after(_, __, output):
-        calls("forward")
-        if output[0].requires_grad:
-            output[0].register_hook(lambda _: calls("backward"))
-
-    model.get_submodule(attentions[0 if first else -1]).register_forward_hook(after)
-    losses = [float(engine.train_batch(batch).loss)]
-    for where in ("forward", "backward"):
-        armed[:] = [where] if hears else []
-        losses.append(float(engine.train_batch(batch).loss))
-    engine.close()
-    return losses, heard
-
-
-def caught_in_a_hook(rank, world, names, who):
-    """By a rank (None: all). Runs in a worker."""
-    for name in names:
-        kept, _ = interrupted(name, first=rank == 0, hears=False)
-        losses, heard = interrupted(name, first=rank == 0, hears=who in (None, rank))
-        assert losses == kept, name
-        said = (
-            ["while the pipeline runs"] * 2
-            if name == "pp"
-            else ["inside the model's forward", "inside the model's backward"]
-        )
-        assert len(heard) == (8 if who in (None, rank) else 0) and all(
-            said[at // 4] in one for at, one in enumerate(heard)
-        ), heard
-
-
-@pytest.mark.parametrize("who", proof_after(1, [1, None, 0]))
-def test_a_refusal_that_a_hook_catches(pool, who):
-    pool.run(2, caught_in_a_hook, ["pp", "ZeRO 1", "ZeRO 3", "tp"], who, timeout=60)
-
-
-def ends_apart(rank, world, name):
-    """Requests of which one ends early, and is no longer computed. Runs in a worker."""
-    expected = by_transformers("gemma2")
-    model, widths = built("gemma2"), []
-    with keeping_float64(model):
-        engine = engine_on(TWO[name], model)
-        model.get_submodule("model.norm").register_forward_pre_hook(
-            lambda _, given: widths.append(given[0].shape[0])
-        )
-        made = engine.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=expected[1][2])
-        engine.close()
-    assert widths == [] or widths[-1] < 3
-    return [(one.token_ids, one.finish_reason) for one in made]
-
-
-@pytest.mark.parametrize("name", proof_after(1, ["tp", "pp, interleaved"]))
-def test_a_request_that_ends_is_dropped(pool, name):
-    expected = by_transformers("gemma2")
-    end = expected[1][2]
-    wanted = [
-        (row[: row.index(end) + 1], "stop") if end in row else (row, "length") for row in expected
+        partial(engine.predict, batch),
     ]
-    assert pool.run(2, ends_apart, name) == [wanted, wanted]
 
 
-def in_an_own_loop(rank, world):
-    """Of a pipeline, between two steps. Runs in a worker."""
-    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
-    model = built("llama")
+def call_in_the_loss(rank, world):
+    """Call the engine in the loss of a pipeline's first step. Runs on every rank.
+
+    This step computes the loss on every rank to check the stages.
+    """
+    batch = batch_of(1)
+    refused_calls = []
+
+    def loss_fn(output, micro_batch):
+        for call in refused_calls:
+            call()
+        return plait.causal_lm_loss(output, micro_batch)
+
+    runs = []
+    for interrupts in (False, True):
+        engine = plait.initialize(
+            build("llama"),
+            {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]},
+            loss_fn=plait.WeightedLoss(loss_fn, plait.causal_lm_loss.weight),
+        )
+        if interrupts:
+            message = "was called while the pipeline runs .* call it between two steps"
+            for call in calls_of(engine, batch):
+                refused_calls[:] = [call]
+                with pytest.raises(InputError, match=message):
+                    engine.train_batch([batch])
+            refused_calls.clear()
+        runs.append([float(engine.train_batch([batch]).loss) for _ in range(2)])
+        engine.close()
+    assert runs[0] == runs[1]
+
+
+def test_a_call_in_a_pipelines_step_is_refused(pool):
+    pool.run(2, call_in_the_loss)
+
+
+def train_with_calling_hook(layout, *, block, interrupts):
+    """Call the engine in a hook of an attention, which catches the errors.
+
+    The hook calls it in the forward of the second step and in the backward of the third.
+
+    Returns:
+        The losses of the three steps, and the messages of the refusals.
+    """
+    batch = batch_of(1)
+    model = build("llama")
+    attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    engine = engine_on(LAYOUTS[layout], model)
+    calls = [*calls_of(engine, batch), partial(engine.train_batch, [batch])]
+    due = ""
+    messages = []
+
+    def call_if_due(phase):
+        nonlocal due
+        if phase != due:
+            return
+        due = ""
+        for call in calls:
+            with pytest.raises(InputError) as error:
+                call()
+            messages.append(str(error.value))
+
+    def hook(module, args, output):
+        call_if_due("forward")
+        if output[0].requires_grad:
+            output[0].register_hook(lambda _: call_if_due("backward"))
+
+    attentions[block].register_forward_hook(hook)
+    losses = [float(engine.train_batch([batch]).loss)]
+    for phase in ("forward", "backward"):
+        due = phase if interrupts else ""
+        losses.append(float(engine.train_batch([batch]).loss))
+    engine.close()
+    return losses, messages
+
+
+def catch_refusals(rank, world, layouts, calling_rank):
+    """Runs on every rank. A `calling_rank` of None stands for both."""
+    interrupts = calling_rank in (None, rank)
+    block = 0 if rank == 0 else -1
+    for layout in layouts:
+        expected, _ = train_with_calling_hook(layout, block=block, interrupts=False)
+        losses, messages = train_with_calling_hook(layout, block=block, interrupts=interrupts)
+        assert losses == expected, layout
+        assert len(messages) == (8 if interrupts else 0)
+        for index, message in enumerate(messages):
+            phase = "forward" if index < 4 else "backward"
+            reason = f"inside the model's {phase}"
+            if layout == "pp":
+                reason = "while the pipeline runs"
+            assert reason in message, message
+
+
+@pytest.mark.parametrize("calling_rank", proof_after(1, [1, None, 0]))
+def test_a_refusal_that_a_hook_catches(pool, calling_rank):
+    """The other ranks neither fail nor wait, and the losses stay the same."""
+    pool.run(2, catch_refusals, ["pp", "ZeRO 1", "ZeRO 3", "tp"], calling_rank, timeout=60)
+
+
+def generate_until_end(rank, world, layout, end):
+    """Generate with an end token, and check that finished requests leave the batch.
+
+    Runs on every rank.
+    """
+    model = build("gemma2")
+    batch_sizes = []
+    with keeping_float64(model):
+        engine = engine_on(TWO[layout], model)
+        model.get_submodule("model.norm").register_forward_pre_hook(
+            lambda module, args: batch_sizes.append(args[0].shape[0])
+        )
+        results = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=end)
+        engine.close()
+    # Only the last stage of a pipeline has the final norm.
+    assert not batch_sizes or batch_sizes[-1] < len(PROMPTS)
+    return [(result.token_ids, result.finish_reason) for result in results]
+
+
+@pytest.mark.parametrize("layout", proof_after(1, ["tp", "pp, interleaved"]))
+def test_a_request_that_ends_is_dropped(pool, layout):
+    tokens_by_prompt = expected_tokens("gemma2")
+    end = tokens_by_prompt[1][2]
+    expected = []
+    for tokens in tokens_by_prompt:
+        if end in tokens:
+            expected.append((tokens[: tokens.index(end) + 1], "stop"))
+        else:
+            expected.append((tokens, "length"))
+    assert pool.run(2, generate_until_end, layout, end) == [expected, expected]
+
+
+def generate_in_own_loop(rank, world):
+    """Generate between forward_backward and step of a pipeline. Runs on every rank."""
+    model = build("llama")
     with keeping_float64(model):
         sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         sharded.forward_backward(
-            {"input_ids": ids}, lambda output, piece: output.logits.logsumexp(-1).mean()
+            {"input_ids": batch_of(1)["input_ids"]},
+            lambda output, micro_batch: output.logits.logsumexp(-1).mean(),
         )
-        made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW)
+        results = plait.generate(sharded, PROMPTS, max_new_tokens=NEW_TOKENS)
         sharded.step(optimizer)
         sharded.close()
-    return [one.token_ids for one in made]
+    return token_ids(results)
 
 
-def test_in_your_own_loop(pool):
-    expected = by_transformers("llama")
-    assert pool.run(2, in_an_own_loop) == [expected, expected]
+def test_generation_in_an_own_loop(pool):
+    expected = expected_tokens("llama")
+    assert pool.run(2, generate_in_own_loop) == [expected, expected]
 
 
-def wrong(rank, world):
-    """What every rank hears when rank 1 is wrong. Runs in a worker."""
+def wrong_arguments(rank, world):
+    """Return the messages about arguments that are wrong on rank 1 or on both.
+
+    Runs on every rank.
+    """
     engine = plait.initialize(
-        built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        build("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": ZERO_3}
     )
-    heard = []
-    for prompts, settings in (
+    messages = []
+    for prompts, arguments in (
         ([[1, 2]] if rank == 0 else [[]], {}),
-        ([[1, 2]], {"max_new_tokens": 5000} if rank else {"max_new_tokens": 4}),
+        ([[1, 2]], {"max_new_tokens": 5000 if rank else 4}),
         ([[1, 2]], {"stop_strings": ["x"]}),
         ([[1, cases.VOCABULARY]], {}),
         ([[1, 2]], {"seed": -1}),
     ):
-        with pytest.raises(InputError) as found:
-            engine.generate(prompts, **settings)
-        heard.append(str(found.value))
+        with pytest.raises(InputError) as error:
+            engine.generate(prompts, **arguments)
+        messages.append(str(error.value))
     assert len(engine.generate([[1, 2]] * rank, max_new_tokens=3)) == rank
     engine.close()
-    return heard
+    return messages
 
 
-def test_an_error_of_one_rank_is_raised_by_all(pool):
-    for empty, long, text, token, seed in pool.run(2, wrong):
-        assert (
-            "prompt 0 has token 101, but the model's tokens are 0 to 100" in token
-            and "seed = -1 must be" in seed
-        )
+def test_wrong_arguments_of_one_rank_are_refused_by_all(pool):
+    for empty, too_long, stop_strings, token, seed in pool.run(2, wrong_arguments):
         assert "rank 1, generate: prompt 0 has no token" in empty
-        assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
-        assert "stop_strings requires tokenizer=" in text
+        assert "rank 1" in too_long
+        assert "5,002 tokens" in too_long and "max_position_embeddings" in too_long
+        assert "stop_strings requires tokenizer=" in stop_strings
+        assert "prompt 0 has token 101, but the model's tokens are 0 to 100" in token
+        assert "seed = -1 must be" in seed
 
 
-class Failing:
-    """A tokenizer that fails at its second text, on the ranks that ask it."""
+class FailingTokenizer:
+    """A tokenizer that fails at its second text, on the ranks that call it."""
 
     def __len__(self):
         return cases.VOCABULARY
@@ -435,75 +452,74 @@ class Failing:
         return ""
 
 
-def failing(rank, world, layouts):
-    """What every rank hears when one fails at a token: at its text, its number, or in `on_token`. Runs in a worker."""
-    found = []
-    for name in layouts:
-        model = built("llama")
-        engine = engine_on(TWO[name], model)
-        mine, heard = [[1, 2]] if "ZeRO" not in name or rank == 0 else [], {}
+def fail_at_a_token(rank, world, layouts):
+    """Return messages by layout and reason: text, callback, logits. Runs on every rank."""
 
-        def refused(_, token):
-            raise KeyError("mine")
+    def failing_callback(request, token):
+        raise KeyError("mine")
 
-        for what, ways in {
-            "text": {"stop_strings": ["x"], "tokenizer": Failing()},
-            "on_token": {"on_token": refused if rank == 0 else None},
-        }.items():
+    messages_by_layout = {}
+    for layout in layouts:
+        model = build("llama")
+        engine = engine_on(TWO[layout], model)
+        prompts = [] if "ZeRO" in layout and rank else [[1, 2]]
+        messages = {}
+
+        def fail(reason, engine=engine, prompts=prompts, messages=messages, **arguments):
             with pytest.raises((InputError, RuntimeError, KeyError)) as error:
-                engine.generate(mine, max_new_tokens=4, **ways)
-            heard[what] = f"{type(error.value).__name__}: {error.value}"
+                engine.generate(prompts, max_new_tokens=4, **arguments)
+            messages[reason] = f"{type(error.value).__name__}: {error.value}"
+
+        fail("text", stop_strings=["x"], tokenizer=FailingTokenizer())
+        fail("callback", on_token=failing_callback if rank == 0 else None)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "head" in name:
                     parameter.fill_(torch.nan)
-        with pytest.raises(InputError) as error:
-            engine.generate(mine, max_new_tokens=4)
-        heard["numbers"] = str(error.value)
-        found.append(heard)
+        fail("logits")
+        messages_by_layout[layout] = messages
         engine.close()
-    return found
+    return messages_by_layout
 
 
-def test_where_the_rank_that_chooses_fails_all_raise(pool):
-    names = ["tp", "pp", "ZeRO 3"]
-    both = pool.run(2, failing, names, timeout=60)
-    for name, *heard in zip(names, *both, strict=True):
-        chooses, other = reversed(heard) if name == "pp" else heard
-        assert (
-            chooses["text"] == "RuntimeError: no text for that"
-            and "logits are not finite" in chooses["numbers"]
-        )
-        assert heard[0]["on_token"] == "KeyError: 'mine'"
-        if name == "ZeRO 3":
-            assert (
-                other["text"]
-                == other["on_token"]
-                == "InputError: another rank failed and reports its error"
-            )
+def test_all_ranks_raise_if_the_choosing_rank_fails(pool):
+    layouts = ["tp", "pp", "ZeRO 3"]
+    first, second = pool.run(2, fail_at_a_token, layouts, timeout=60)
+    for layout in layouts:
+        choosing = first[layout]
+        other = second[layout]
+        if layout == "pp":
+            # The last stage has the logits.
+            choosing = second[layout]
+            other = first[layout]
+        assert choosing["text"] == "RuntimeError: no text for that"
+        assert choosing["logits"].startswith("InputError")
+        assert "logits are not finite" in choosing["logits"]
+        assert first[layout]["callback"] == "KeyError: 'mine'"
+        if layout == "ZeRO 3":
+            expected = "InputError: another rank failed and reports its error"
+            assert other["text"] == other["callback"] == expected
         else:
             assert other["text"] == "InputError: the rank that chooses tokens: no text for that"
-            assert "logits are not finite" in other["numbers"]
-            assert "on_token failed on another rank" in heard[1]["on_token"]
+            assert other["logits"].startswith("InputError")
+            assert "logits are not finite" in other["logits"]
+            assert "on_token failed on another rank" in second[layout]["callback"]
 
 
-def of_recurrent(rank, world, kinds):
-    """Runs in a worker."""
-    found = []
+def generate_with_recurrent_models(rank, world, kinds):
+    """Runs on every rank."""
+    tokens = []
     for kind in kinds:
         engine = engine_on(TWO["pp"], recurrent.built(kind))
-        found.append(
-            [
-                one.token_ids
-                for one in engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)
-            ]
-        )
+        results = engine.generate(recurrent.PROMPTS, max_new_tokens=recurrent.NEW)
+        tokens.append(token_ids(results))
         engine.close()
-    return found
+    return tokens
 
 
 def test_stages_whose_layers_keep_a_state(pool):
     """Jamba's first stage has no layer that counts tokens; all layers of Falcon-H1 do."""
     kinds = ["jamba", "falcon_h1"]
     expected = [recurrent.by_transformers(recurrent.built(kind)) for kind in kinds]
-    assert pool.run(2, of_recurrent, kinds, timeout=60) == [expected, expected]
+    results = pool.run(2, generate_with_recurrent_models, kinds, timeout=60)
+    assert results == [expected, expected]

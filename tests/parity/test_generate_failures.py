@@ -1,4 +1,4 @@
-"""Where one stage of a pipeline fails in a generation or a score, all ranks raise at once, and the next call and training go on."""
+"""All ranks raise at once if a pipeline stage fails in a generation, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -12,110 +12,116 @@ from plait.errors import InputError, ModelError
 from tests.parity.generation import PROMPTS, built, engine_on
 from tests.parity.layouts import FOUR, TWO
 
-ASKED: dict[str, dict[str, Any]] = {
+ARGUMENTS: dict[str, dict[str, Any]] = {
     "a token": {},
-    "a prompt in pieces": {"prefill_tokens": 2},
+    "a prompt in chunks": {"prefill_tokens": 2},
     "no cache": {"use_cache": False},
     "score": {},
 }
-IDS = torch.tensor([PROMPTS[0]])
+ERROR = "error of this block"
 
 
-class _Fails:
-    """A hook that fails in a forward of a block, counted from when it is armed."""
+class FailingHook:
+    """Forward hook that raises an error.
+
+    Attributes:
+        remaining: Number of the forward that fails. Zero or less: none.
+    """
 
     def __init__(self):
-        self.left = -1
+        self.remaining = 0
 
     def __call__(self, *_):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("of this block")
+        self.remaining -= 1
+        if self.remaining == 0:
+            raise RuntimeError(ERROR)
 
 
-def failing(rank, world, layout, layers, forwards, names):
-    """What is heard of blocks that fail, in the order of the arguments. Runs in a worker."""
+def messages_of_failures(rank, world, layout, layers, forwards, names):
+    """Return the message of each call, for each layer that fails in turn. Runs on every rank."""
     config = {**TWO, **FOUR}[layout]
     engine = engine_on(config, built(), size=1)
-    fails, heard = _Fails(), []
-    expected = [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=6)]
+
+    def generate(**arguments):
+        results = engine.generate(PROMPTS, max_new_tokens=6, **arguments)
+        return [result.token_ids for result in results]
+
+    expected = generate()
+    hook = FailingHook()
+    messages: list[list[str]] = []
     for layer in layers:
-        handle = engine.module.model.layers[layer].register_forward_hook(fails)
-        for at in forwards:
+        messages.append([])
+        handle = engine.module.model.layers[layer].register_forward_hook(hook)
+        for forward in forwards:
             for name in names:
-                call = (
-                    partial(engine.score, PROMPTS, batch_size=1)
-                    if "score" in name
-                    else partial(engine.generate, PROMPTS, max_new_tokens=6)
-                )
-                fails.left = at
+                is_score = name == "score"
+                call = partial(engine.score, PROMPTS, batch_size=1) if is_score else generate
+                hook.remaining = forward
                 with pytest.raises((RuntimeError, InputError)) as error:
-                    call(**ASKED[name])
-                heard.append(f"{type(error.value).__name__}: {error.value}")
-                fails.left = -1
+                    call(**ARGUMENTS[name])
+                messages[-1].append(f"{type(error.value).__name__}: {error.value}")
+                hook.remaining = 0
         handle.remove()
-        assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=6)] == expected
-    pieces = [{"input_ids": IDS, "labels": IDS}] * config.get("gradient_accumulation_steps", 1)
-    losses = [float(engine.train_batch(pieces).loss) for _ in range(2)]
+        assert generate() == expected
+
+    ids = torch.tensor([PROMPTS[0]])
+    batch = [{"input_ids": ids, "labels": ids}] * config.get("gradient_accumulation_steps", 1)
+    losses = [float(engine.train_batch(batch).loss) for _ in range(2)]
     assert losses[1] != losses[0]
     engine.close()
-    return heard
+    return messages
 
 
-def check(found, owners, count, chooses):
-    """`owners` of each block that failed: ranks of the pool. `count`: calls for each."""
-    for rank, heard in enumerate(found):
-        assert len(heard) == len(owners) * count
-        for at, words in enumerate(heard):
-            own = owners[at // count]
-            if rank in own:
-                assert words.endswith("of this block"), (rank, words)
-            else:
-                who = (
-                    "the rank that chooses tokens"
-                    if chooses in own
-                    else "parallel.pp, rank 0 of the pipeline"
-                )
-                assert (
-                    who in words
-                    and words.startswith("InputError")
-                    and words.endswith("of this block")
-                ), (rank, words)
+@pytest.mark.parametrize(
+    ("layout", "forwards", "names", "owners", "last_rank"),
+    [
+        pytest.param("pp", [1, 3], list(ARGUMENTS), {0: {0}, 3: {1}}, 1, id="pp"),
+        # Each rank has two of the four stages.
+        pytest.param(
+            "pp, interleaved",
+            [2],
+            ["a token"],
+            {0: {0}, 1: {1}, 2: {0}, 3: {1}},
+            1,
+            id="interleaved",
+        ),
+        pytest.param(
+            "tp x pp",
+            [1, 3],
+            list(ARGUMENTS),
+            {0: {0, 1}, 3: {2, 3}},
+            2,
+            id="tp x pp",
+            marks=pytest.mark.proof,
+        ),
+    ],
+)
+def test_a_failure_of_a_stage(pool, layout, forwards, names, owners, last_rank):
+    """Ranks of the layer raise its error, and others name the rank from which they heard of it.
+
+    `owners` are the ranks of each layer that fails. `last_rank` chooses the tokens.
+    """
+    ranks = 4 if layout in FOUR else 2
+    arguments = (layout, list(owners), forwards, names)
+    by_rank = pool.run(ranks, messages_of_failures, *arguments, timeout=60 * ranks // 2)
+    for rank, messages_by_layer in enumerate(by_rank):
+        for owning_ranks, messages in zip(owners.values(), messages_by_layer, strict=True):
+            assert len(messages) == len(forwards) * len(names)
+            source = "parallel.pp, rank 0 of the pipeline"
+            if last_rank in owning_ranks:
+                source = "the rank that chooses tokens"
+            for message in messages:
+                assert message.endswith(ERROR), (rank, message)
+                if rank not in owning_ranks:
+                    assert message.startswith("InputError") and source in message, (rank, message)
 
 
-def test_a_stage_that_fails(pool):
-    names = list(ASKED)
-    check(
-        pool.run(2, failing, "pp", [0, 3], [1, 3], names, timeout=60), [{0}, {1}], 2 * len(names), 1
-    )
-
-
-def test_stages_of_one_rank(pool):
-    """A rank has the first and the third of four."""
-    owners = [{0}, {1}, {0}, {1}]
-    check(
-        pool.run(2, failing, "pp, interleaved", [0, 1, 2, 3], [2], ["a token"], timeout=60),
-        owners,
-        1,
-        1,
-    )
-
-
-@pytest.mark.proof
-def test_stages_of_two_tensor_parallel_ranks(pool):
-    check(
-        pool.run(4, failing, "tp x pp", [0, 3], [1, 3], list(ASKED), timeout=120),
-        [{0, 1}, {2, 3}],
-        2 * len(ASKED),
-        2,
-    )
-
-
-def without_an_index(rank, world):
-    """A stage that cannot keep keys and values. Runs in a worker."""
+def generate_without_layer_numbers(rank, world):
+    """Return the message about a stage that cannot keep keys and values. Runs on every rank."""
     engine = engine_on(TWO["pp"], built(), size=1)
-    for module in engine.module.modules() if rank == 1 else ():
-        vars(module).pop("layer_idx", None)
+    if rank == 1:
+        for module in engine.module.modules():
+            vars(module).pop("layer_idx", None)
     with pytest.raises((InputError, ModelError)) as error:
         engine.generate(PROMPTS, max_new_tokens=2)
     engine.close()
@@ -123,7 +129,5 @@ def without_an_index(rank, world):
 
 
 def test_a_stage_that_cannot_keep_keys(pool):
-    assert all(
-        "does not say which layer of a cache is its own" in heard
-        for heard in pool.run(2, without_an_index, timeout=60)
-    )
+    for message in pool.run(2, generate_without_layer_numbers, timeout=60):
+        assert "does not say which layer of a cache is its own" in message

@@ -1,4 +1,4 @@
-"""128 greedy tokens in float32 on a layout: Transformers' tokens on one process and its logits within 1e-5, with and without a cache."""
+"""128 greedy tokens in float32 on a layout equal those of Transformers, and logits within 1e-5."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from plait.inference.decode import TokenSampler
-from plait.inference.requests import Generation
 from tests.parity import generation
 from tests.parity.layouts import FOUR, OFF, TWO
 
-NEW = 128
-BAR = 1e-5
+NEW_TOKENS = 128
+TOLERANCE = 1e-5
 PROMPTS = [
     [5, 17, 33, 2, 90, 41, 7, 11, 64],
     [8, 3],
@@ -30,7 +29,7 @@ KINDS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "mistral, sliding window": ("mistral", False, {"sliding_window": 16}),
     "gemma2": ("gemma2", True, {"sliding_window": 16}),
 }
-"""Type, whether its embeddings are tied, and what its configuration has besides."""
+"""Model type, whether its embeddings are tied, and fields of its configuration."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 3 x 2": (2, TWO["ZeRO 3"]),
     "ZeRO 3 x 4": (4, TWO["ZeRO 3"]),
@@ -41,94 +40,77 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def built(kind):
-    name, tied, more = KINDS[kind]
-    return generation.built(name, tied=tied, initializer_range=0.1, **more).float()
+def build(kind):
+    model_type, tied, fields = KINDS[kind]
+    return generation.built(model_type, tied=tied, initializer_range=0.1, **fields).float()
 
 
 @cache
-def by_transformers(kind, new):
-    """New tokens of PROMPTS and the logits [prompts, new tokens, vocabulary] that they were chosen from."""
+def by_transformers(kind, count):
+    """Return new tokens of PROMPTS and their logits [prompts, new tokens, vocabulary]."""
     settings = {"output_logits": True, "return_dict_in_generate": True}
-    made = generation.by_transformers(built(kind).eval(), new, prompts=PROMPTS, **settings)
-    return made.sequences[:, -new:].tolist(), torch.stack(made.logits, dim=1)
+    output = generation.by_transformers(build(kind).eval(), count, prompts=PROMPTS, **settings)
+    return output.sequences[:, -count:].tolist(), torch.stack(output.logits, dim=1)
 
 
-class SeenLogits:
-    """Keeps the logits that tokens are chosen from; on the rank that chooses."""
+def generate_with_logits(rank, world, kind, config, count, cache_settings):
+    """Return results and logits for each value of `use_cache`. Runs on every rank.
 
-    def __init__(self, monkeypatch):
-        self.logits: list[torch.Tensor] = []
-        choose = TokenSampler.__call__
+    The logits are None on ranks that choose no tokens.
+    """
+    logits: list[torch.Tensor] = []
+    choose = TokenSampler.__call__
 
-        def keep(chooser, logits, rows):
-            self.logits.append(logits.clone())
-            return choose(chooser, logits, rows)
+    def record(sampler, step_logits, rows):
+        logits.append(step_logits.clone())
+        return choose(sampler, step_logits, rows)
 
-        monkeypatch.setattr(TokenSampler, "__call__", keep)
-
-    def take(self):
-        """[requests, new tokens, vocabulary]; None on a rank that has none."""
-        found, self.logits = self.logits, []
-        return torch.stack(found, dim=1) if found else None
-
-
-Found = list[tuple[list[Generation], torch.Tensor | None]]
-
-
-def generated(rank, world, kind, config, new, recomputes):
-    """What this rank's prompts became, with a cache and without, and their logits. Runs in a worker."""
+    results = []
     with pytest.MonkeyPatch.context() as patch:
-        seen = SeenLogits(patch)
-        engine = generation.engine_on(config, built(kind))
+        # No public call returns the logits that tokens are chosen from.
+        patch.setattr(TokenSampler, "__call__", record)
+        engine = generation.engine_on(config, build(kind))
         try:
-            mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
-            ways = (True, False) if recomputes else (True,)
-            return [
-                (engine.generate(mine, max_new_tokens=new, use_cache=way), seen.take())
-                for way in ways
-            ]
+            prompts = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
+            for use_cache in cache_settings:
+                logits.clear()
+                generations = engine.generate(prompts, max_new_tokens=count, use_cache=use_cache)
+                results.append((generations, torch.stack(logits, dim=1) if logits else None))
         finally:
             engine.close()
+    return results
 
 
-def check(pool, kind, layout, *, new=NEW, recomputes=True):
-    """Compare with Transformers; the largest difference of a logit."""
-    tokens, logits = by_transformers(kind, new)
+def largest_difference(pool, kind, layout, *, count=NEW_TOKENS, cache_settings=(True, False)):
+    """Compare tokens and logits with Transformers, and return the largest difference."""
+    tokens, logits = by_transformers(kind, count)
     world, config = LAYOUTS[layout]
     differences = []
-    for found in pool.run(world, generated, kind, config, new, recomputes):
-        for made, chosen_from in found:
-            places = [PROMPTS.index(one.prompt_ids) for one in made]
-            assert [one.token_ids for one in made] == [tokens[place] for place in places], (
-                kind,
-                layout,
-            )
-            assert places or chosen_from is None
-            for one, place in zip(made, places, strict=True):
-                of_tokens = torch.log_softmax(logits[place], -1).gather(
-                    1, torch.tensor(tokens[place]).unsqueeze(1)
-                )[:, 0]
-                differences.append(float((torch.tensor(one.logprobs) - of_tokens).abs().max()))
+    for results in pool.run(world, generate_with_logits, kind, config, count, cache_settings):
+        for generations, chosen_from in results:
+            places = [PROMPTS.index(result.prompt_ids) for result in generations]
+            for place, result in zip(places, generations, strict=True):
+                assert result.token_ids == tokens[place], (kind, layout, place)
+                chosen = torch.tensor(tokens[place]).unsqueeze(1)
+                logprobs = logits[place].log_softmax(-1).gather(1, chosen)[:, 0]
+                differences.append(float((torch.tensor(result.logprobs) - logprobs).abs().max()))
+            assert places or chosen_from is None, "a rank without prompts has no logits"
             if chosen_from is not None:
                 differences.append(float((chosen_from - logits[places]).abs().max()))
-    # A logit of each way and a log probability of each request at least.
-    assert len(differences) >= (1 + recomputes) * (1 + len(PROMPTS)) and max(differences) <= BAR, (
-        kind,
-        layout,
-        max(differences),
-    )
+    # At least one logit, and one log probability of each request.
+    assert len(differences) >= len(cache_settings) * (1 + len(PROMPTS))
+    assert max(differences) <= TOLERANCE, (kind, layout, max(differences))
     return max(differences)
 
 
 def test_a_sample(pool):
-    check(pool, "llama, grouped heads", "tp 2", new=24, recomputes=False)
+    largest_difference(pool, "llama, grouped heads", "tp 2", count=24, cache_settings=(True,))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_on_every_layout(pool, kind, record_property):
     for layout in LAYOUTS:
-        found = check(pool, kind, layout)
-        record_property(layout, found)
-        print(f"{kind:24} {layout:12} {found:.1e}")
+        difference = largest_difference(pool, kind, layout)
+        record_property(layout, difference)
+        print(f"{kind:24} {layout:12} {difference:.1e}")

@@ -1,4 +1,4 @@
-"""A process group's timeout is that of every group that Plait makes (defect B13)."""
+"""The timeout of the default process group is that of every group that Plait creates."""
 
 import os
 from unittest.mock import patch
@@ -10,37 +10,40 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, build_mesh
 
 
-def timeouts(rank, world):
-    """Runs in a worker, whose default group was made with the pool's timeout."""
+def timeout_differences(rank, world):
+    """Return by how much the timeout of each group differs from that of the default group.
+
+    Runs on every rank. The pool has created the default group with a timeout of its own.
+    """
     stages = frozenset({0, 1})
     mesh = build_mesh(Layout(pp=2, dp_shard=2), groups=Groups(stages=(stages,)))
-    groups = {axis: mesh.group(axis) for axis in ("pp", "dp_shard")} | {
+    groups = {
+        "pp": mesh.group("pp"),
+        "dp_shard": mesh.group("dp_shard"),
         "both": mesh.group("pp", "dp_shard"),
-        "down": mesh.reverse_pp,
+        "reverse pp": mesh.reverse_pp,
+        "tied": mesh.stages[stages],
     }
-    groups["tied"] = mesh.stages[stages]
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": rank % 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "GROUP_RANK": rank // 2,
+
+    # Two machines with two ranks each.
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % 2),
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": str(rank // 2),
     }
-    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+    with patch.dict(os.environ, environment):
         machines = build_mesh(Layout(dp_shard=4), groups=Groups(levels=("dp_shard",)))
     levels = machines.levels("dp_shard")
     assert levels is not None and machines.machines("dp_shard") == 2
     groups |= {"inside": levels.inside, "across": levels.across}
-    return {
-        name: timeout_of(group) - timeout_of(dist.group.WORLD)
-        for name, group in groups.items()
-        if group is not None
-    }
+
+    default = timeout_of(dist.group.WORLD)
+    return {name: timeout_of(group) - default for name, group in groups.items() if group}
 
 
-def test_a_user_s_timeout_reaches_every_group(pool):
-    """B13."""
-    for found in pool.run(4, timeouts):
-        assert found == dict.fromkeys(
-            ("pp", "dp_shard", "both", "down", "tied", "inside", "across"), 0.0
-        )
+def test_every_group_has_the_users_timeout(pool):
+    names = ("pp", "dp_shard", "both", "reverse pp", "tied", "inside", "across")
+    for differences in pool.run(4, timeout_differences):
+        assert differences == dict.fromkeys(names, 0.0)

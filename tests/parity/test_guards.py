@@ -1,4 +1,4 @@
-"""Guards that turn silent errors into loud ones."""
+"""Guards report gradients that are lost, weights that do not change, and shards that are read."""
 
 import warnings
 
@@ -14,11 +14,14 @@ from tests.parity.data_parallel import settings
 
 
 def lose_a_gradient(rank, world):
-    """Runs in a worker. The hook that notes a block's gradients is lost, as by a hook that was registered too early."""
+    """Lose the hook that records a block's gradients, as one registered too early is.
+
+    Runs on every rank.
+    """
     engine = cases.engine(cases.build("plain", tied=True), settings(2, 2, 1, 1))
     first, second = cases.ragged_steps(world, steps=2, keys=())
     engine.train_batch([first[rank]])
-    # The tensors that autograd accumulates into are others than the sharded parameters.
+    # Autograd does not accumulate into the sharded parameters, but into the gathered ones.
     for _, gathered in gathered_parameters(engine.model.blocks[1]):
         gathered._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
     with pytest.raises(CommunicationError) as caught:
@@ -32,8 +35,8 @@ def test_a_gradient_lost_on_its_way_is_named(pool):
         assert "no rank has seen autograd compute" in message
 
 
-def train_with_a_constant_part(rank, world, config):
-    """Runs in a worker. One weight has no part in the loss."""
+def train_with_unused_weights(rank, world, config):
+    """Return warnings about weights that did not change. Runs on every rank."""
     torch.manual_seed(0)
     model = cases.build("plain", tied=False)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -42,31 +45,32 @@ def train_with_a_constant_part(rank, world, config):
         warnings.simplefilter("always")
         for _ in range(STEPS + 2):
             engine.train_batch([batch])
-    return [str(warning.message) for warning in caught if "did not change" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "did not change" in message]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_unchanged_parameter_is_named_once(pool, stage):
-    """The side branches are not used. Weight decay does not count, because their gradients are None."""
-    first, second = pool.run(2, train_with_a_constant_part, settings(2, stage, 1, 1))
+    """The side branches are not used. Their gradients are None, so weight decay skips them."""
+    first, second = pool.run(2, train_with_unused_weights, settings(2, stage, 1, 1))
     assert not second
     (message,) = first
-    assert message.startswith(
-        "blocks.0.side.weight and 5 more did not change in the first 10 updates"
-    ), message
+    expected = "blocks.0.side.weight and 5 more did not change in the first 10 updates"
+    assert message.startswith(expected), message
 
 
 class Encoder(cases.PlainModel):
-    """A model with a method beside forward."""
+    """A model with a second method that computes."""
 
     def encode(self, input_ids):
         return self.head(self.embed(input_ids))
 
 
 def call_a_method(rank, world):
-    """Runs in a worker."""
+    """Return the message of the refusal. Runs on every rank."""
     engine = cases.engine(Encoder(tied=False), settings(2, 2, 1, 1))
-    engine.model.encode(torch.arange(3))  # the embedding and the head gather themselves
+    # Without tied weights the embedding and the head are units that gather themselves.
+    engine.model.encode(torch.arange(3))
     engine.train_batch([cases.ragged_steps(world, steps=1, keys=())[0][rank]])
     engine = cases.engine(Encoder(tied=True), settings(2, 2, 1, 1))
     with pytest.raises(InputError) as caught:
@@ -76,9 +80,8 @@ def call_a_method(rank, world):
 
 def test_a_method_that_reads_shards_is_named(pool):
     for message in pool.run(2, call_a_method):
-        assert message.startswith("Encoder.encode computes with parameters that are shards"), (
-            message
-        )
+        expected = "Encoder.encode computes with parameters that are shards"
+        assert message.startswith(expected), message
 
 
 class BypassesBlocks(cases.PlainModel):
@@ -97,11 +100,11 @@ class BypassesBlocks(cases.PlainModel):
 
 
 def bypass_blocks(rank, world):
-    """Runs in a worker."""
+    """Return the messages of engine and own loop. Runs on every rank."""
     messages = []
-    for begin in (cases.engine, plait.parallelize):
+    for parallelize in (cases.engine, plait.parallelize):
         model = BypassesBlocks(tied=False)
-        owner = begin(model, settings(2, 2, 1, 1))
+        owner = parallelize(model, settings(2, 2, 1, 1))
         for side in (False, True):
             with pytest.raises(InputError) as caught:
                 model(torch.arange(3), side=side)
@@ -111,7 +114,7 @@ def bypass_blocks(rank, world):
 
 
 def test_a_block_that_is_bypassed_is_explained(pool):
-    """The engine and an own loop say why, not that the code is outside of the forward."""
+    """The message does not say that the code is outside of the forward."""
     for messages in pool.run(2, bypass_blocks):
         for message in messages:
             assert message.startswith("BypassesBlocks.forward computes with"), message

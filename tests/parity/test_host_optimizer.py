@@ -1,5 +1,8 @@
-"""Masters, gradients and states on the host (`offload_optimizer.device = "cpu"`), on CPU processes: the device is refused there, because
-nothing moves, but everything else that offload changes is done, so its numbers are shown here; copies and streams need a GPU."""
+"""Masters, gradients and states on the host (`offload_optimizer.device = "cpu"`), on CPU processes.
+
+A CPU run refuses this, because nothing would move. The tests remove the check: all other changes
+of offloading are then made, and the numbers compared. Copies and streams need a GPU.
+"""
 
 import pytest
 import torch
@@ -18,57 +21,59 @@ from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 CHECK = OptimizerOffload.check
-
-
-def is_offloaded(module):
-    """Whether torch moves the unit's shards to and from the host."""
-    return all(
-        isinstance(group.offload_policy, CPUOffloadPolicy) for group in parameter_groups(module)
-    )
+ON_HOST = {1: ["", "model.layers.0", "model.layers.1"], 0.2: ["model.layers.0"], 0: []}
+"""Units whose optimizer states are on the host, by the offloaded ratio."""
 
 
 @pytest.fixture(scope="module")
 def unchecked():
-    """Workers of their own, in which the check is put out."""
-    made = Pool()
-    yield made
-    made.close()
+    """Workers of these tests only, in which the check is removed."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
-def digests(rank, world, kind, config, ratios, dtype):
-    """Runs in a worker. Ratio 0 does not offload."""
-    found = []
+def remove_check():
+    OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+def units_on_host(model):
+    """Return names of the units whose shards torch moves to and from the host."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            policies = [group.offload_policy for group in parameter_groups(module)]
+            if all(isinstance(policy, CPUOffloadPolicy) for policy in policies):
+                names.append(name)
+    return names
+
+
+def digests(rank, world, config, ratios):
+    """Return the bits of a run for each ratio, of which 0 does not offload. Runs on every rank."""
+    bits = []
     for ratio in ratios:
-        offload = ratio > 0
-        zero = {
-            **config["zero_optimization"],
-            **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if offload else {}),
-        }
+        zero = dict(config["zero_optimization"])
+        if ratio:
+            zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
         resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
-        if offload and OptimizerOffload.check is CHECK:  # later it is out
+        model = build("llama", torch.float32, dropout=False)
+        # An earlier test may have removed the check in this worker.
+        if ratio and OptimizerOffload.check is CHECK:
             with pytest.raises(ConfigError, match="nothing would move"):
-                cases.engine(build(kind, dtype, dropout=False), resolved)
-            OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
-        engine = cases.engine(build(kind, dtype, dropout=False), resolved)
-        assert engine.parts.shard.master_weights_on_host == offload
-        on_host = [
-            name
-            for name, module in engine.model.named_modules()
-            if isinstance(module, FSDPModule) and is_offloaded(module)
-        ]
-        layers = [f"model.layers.{index}" for index in range(2)]
-        assert on_host == ([] if not offload else ["", *layers] if ratio == 1 else layers[:1])
+                cases.engine(model, resolved)
+            remove_check()
+            model = build("llama", torch.float32, dropout=False)
+        engine = cases.engine(model, resolved)
+        assert engine.parts.shard.master_weights_on_host == (ratio > 0)
+        assert units_on_host(engine.model) == ON_HOST[ratio]
         dp = world // config["parallel"]["tp"]
-        found.append(
-            digest(
-                engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))
-            )
-        )
-    return found
+        steps = cases.ragged_steps(dp * config["gradient_accumulation_steps"])
+        bits.append(digest(engine_trace(engine, steps)))
+    return bits
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "stage", "more"),
+    ("world", "tp", "stage", "sections"),
     [
         (1, 1, 3, {"bf16": {"enabled": True}}),
         (2, 1, 2, {}),
@@ -76,28 +81,32 @@ def digests(rank, world, kind, config, ratios, dtype):
         (4, 2, 1, {}),
     ],
 )
-def test_same_bits(unchecked, world, tp, stage, more):
-    """Also of a share of the blocks."""
-    config = {**settings(world, tp, stage, 1, 2), **more}
-    for found in unchecked.run(world, digests, "llama", config, [0, 1, 0.2], torch.float32):
-        assert found == [found[0]] * 3
+def test_same_bits_with_and_without_offload(unchecked, world, tp, stage, sections):
+    config = {**settings(world, tp, stage, 1, 2), **sections}
+    for bits in unchecked.run(world, digests, config, list(ON_HOST)):
+        assert len(set(bits)) == 1
 
 
-def in_a_pipeline(rank, world, config):
-    """Runs in a worker."""
-    OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
+def train_pipeline(rank, world, config):
+    """Runs on every rank."""
+    remove_check()
     zero = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
     return pipeline.train(rank, world, "qwen3", True, {**config, "zero_optimization": zero})
 
 
 @pytest.mark.parametrize(
     ("stage", "schedule"),
-    [pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof), (2, "zbv"), (3, "1f1b")],
+    [
+        # Two stages of a rank end at different times.
+        pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof),
+        # Gradients are reduced outside of autograd.
+        (2, "zbv"),
+        # Parameters are freed between micro-batches.
+        (3, "1f1b"),
+    ],
 )
-def test_in_a_pipeline(unchecked, stage, schedule):
-    """One process in float64: a schedule that reduces outside of autograd, stages of a rank that end at different times, freed parameters;
-    embeddings tied between the first and the last stage."""
-    found = unchecked.run(
-        4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2)
-    )[0]
-    assert_same(pipeline.reference("qwen3", True, 8), found)
+def test_a_pipeline_equals_one_process(unchecked, stage, schedule):
+    """The embedding is tied between the first and the last stage."""
+    config = pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2)
+    trace = unchecked.run(4, train_pipeline, config)[0]
+    assert_same(pipeline.reference("qwen3", True, 8), trace)

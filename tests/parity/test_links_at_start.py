@@ -1,13 +1,14 @@
-"""A run measures the links of its own group when it starts, keeps them, and measures again when they are others."""
+"""A run measures its links at the start, stores them, and measures changed links again."""
 
 import json
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from plait.comm import measure
@@ -21,7 +22,9 @@ from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 
-WAYS = ("all-reduce", "reduce-scatter+all-gather", "recursive-doubling", "ring")
+ALGORITHMS = ("all-reduce", "reduce-scatter+all-gather", "recursive-doubling", "ring")
+ANY_TIME = 1e9
+"""Ratio of probe and stored time up to which a probe agrees, if no real time may matter."""
 
 
 def config_of(**parallel):
@@ -30,162 +33,186 @@ def config_of(**parallel):
     return config
 
 
-def links_with(cheap, *, times_as_slow=1.0):
-    costs = {
-        way: Cost(1e-4 * times_as_slow, (1e-9 if way == cheap else 1e-7) * times_as_slow)
-        for way in WAYS
-    }
+def links_with(fastest, *, slowdown=1.0):
+    """Links on which one algorithm is faster than the others."""
+    costs = {}
+    for algorithm in ALGORITHMS:
+        seconds_per_byte = 1e-9 if algorithm == fastest else 1e-7
+        costs[algorithm] = Cost(1e-4 * slowdown, seconds_per_byte * slowdown)
     return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
 
 
-@contextmanager
-def instead_of_measuring(links, agreement):
-    with patch.object(measure, "AGREEMENT", agreement or measure.AGREEMENT):
-        if links is None:
-            yield
-            return
-        with patch.object(measure, "measure_algorithms", lambda *args, **options: links):
-            yield
+def start(rank, world, config, stored=None, measured=None, agreement=None):
+    """Start a run. Runs on every rank.
 
+    Args:
+        stored: File of links that an earlier run has measured.
+        measured: Links per rank instead of a measurement.
+        agreement: Ratio up to which a probe agrees with stored links.
 
-def started(rank, world, config, kept=None, planted=None, agreement=None):
-    """(what is said, bytes of a bucket, loss of a step). Runs in a worker."""
+    Returns:
+        The description of the communication, bytes of a bucket, and the loss of a step.
+    """
     resolved = resolve(load_config(config), world_size=world, micro_batch_size=1)
-    data = resolved.data_parallel.model_copy(update={"kept_links": str(kept) if kept else None})
-    with instead_of_measuring(planted[rank] if planted else None, agreement):
-        engine = cases.engine(
-            cases.build("plain", tied=False), resolved.model_copy(update={"data_parallel": data})
-        )
-    assert engine.hooks.find(Reducer) is not None
+    path = str(stored) if stored else None
+    data = resolved.data_parallel.model_copy(update={"kept_links": path})
+    resolved = resolved.model_copy(update={"data_parallel": data})
+    with ExitStack() as stack:
+        if agreement is not None:
+            stack.enter_context(patch.object(measure, "AGREEMENT", agreement))
+        if measured is not None:
+            links = measured[rank]
+            stack.enter_context(patch.object(measure, "measure_algorithms", lambda *_, **__: links))
+        engine = cases.engine(cases.build("plain", tied=False), resolved)
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
     return engine.communication, engine.hooks.find(Reducer).bucket_bytes, loss
 
 
-def test_a_start_measures_decides_alike_and_keeps(pool, tmp_path):
-    kept = tmp_path / "run" / "links.json"
-    plain = pool.run(2, started, config_of(measure_seconds=0))
-    assert "by torch: set in the configuration" in plain[0][0]
-    assert plain[0][1] == 25 * MIB
-    results = pool.run(2, started, config_of(), kept)
+def check_communication(results, *fragments):
+    for communication, _, _ in results:
+        for fragment in fragments:
+            assert fragment in communication
+
+
+def test_a_start_measures_decides_alike_and_stores(pool, tmp_path):
+    stored = tmp_path / "run" / "links.json"
+    unmeasured = pool.run(2, start, config_of(measure_seconds=0))
+    check_communication(unmeasured, "by torch: set in the configuration")
+    _, default_bytes, expected_loss = unmeasured[0]
+    assert default_bytes == 25 * MIB
+
+    results = pool.run(2, start, config_of(), stored)
     assert results[0] == results[1]
-    said, bucket_bytes, loss = results[0]
-    assert "The links were measured at the start in" in said
+    check_communication(results, "The links were measured at the start in")
+    _, bucket_bytes, loss = results[0]
     assert bucket_bytes < 25 * MIB, "no bucket is larger than the gradients of this model"
-    assert loss == pytest.approx(plain[0][2], rel=1e-12)
-    group, facts = load_with_facts(kept)
-    assert set(group["dp_replicate"].whole.costs) == set(WAYS)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+
+    groups, facts = load_with_facts(stored)
+    assert set(groups["dp_replicate"].whole.costs) == set(ALGORITHMS)
     assert len(facts["hosts"]) == 2
     assert facts["device"] == "cpu"
 
 
-def test_the_next_start_uses_the_stored_choice_if_a_probe_agrees(pool, tmp_path):
-    kept = tmp_path / "links.json"
-    pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
-    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
-    assert all("reduced by ring" in said and "and a probe agrees" in said for said, *_ in results)
+RING = (links_with("ring"),) * 2
+DOUBLING = (links_with("recursive-doubling"),) * 2
 
 
-def test_links_that_became_others_are_measured_again(pool, tmp_path):
-    """A probe of these processes takes microseconds to milliseconds; what was kept says hours."""
-    kept = tmp_path / "links.json"
-    pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
-    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2)
-    assert all(
-        "reduced by recursive-doubling" in said and "because a probe took" in said
-        for said, *_ in results
-    )
-    assert load_with_facts(kept)[0]["dp_replicate"] == links_with("recursive-doubling")
+def test_the_next_start_uses_stored_links_if_a_probe_agrees(pool, tmp_path):
+    stored = tmp_path / "links.json"
+    pool.run(2, start, config_of(), stored, RING)
+    results = pool.run(2, start, config_of(), stored, DOUBLING, ANY_TIME)
+    check_communication(results, "reduced by ring", "and a probe agrees")
 
 
-@pytest.mark.parametrize("change", ["hosts", "file"])
-def test_a_file_of_other_machines_is_not_believed(pool, tmp_path, change):
-    kept = tmp_path / "links.json"
-    pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
-    content = json.loads(kept.read_text())
-    content["facts"]["hosts"] = ["elsewhere", "elsewhere"]
-    kept.write_text(json.dumps(content) if change == "hosts" else "{")
-    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
-    why = "machines differ" if change == "hosts" else "cannot be read"
-    assert all("reduced by recursive-doubling" in said and why in said for said, *_ in results)
+def test_links_that_have_changed_are_measured_again(pool, tmp_path):
+    """A probe of these processes takes at most milliseconds. The stored links say hours."""
+    stored = tmp_path / "links.json"
+    slow = (links_with("ring", slowdown=1e8),) * 2
+    pool.run(2, start, config_of(), stored, slow)
+    results = pool.run(2, start, config_of(), stored, DOUBLING)
+    check_communication(results, "reduced by recursive-doubling", "because a probe took")
+    assert load_with_facts(stored)[0]["dp_replicate"] == DOUBLING[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [("hosts", "machines differ"), ("file", "cannot be read")]
+)
+def test_a_file_of_other_machines_is_not_used(pool, tmp_path, change, reason):
+    stored = tmp_path / "links.json"
+    pool.run(2, start, config_of(), stored, RING)
+    content = json.loads(stored.read_text())
+    content["facts"]["hosts"] = ["another", "another"]
+    stored.write_text(json.dumps(content) if change == "hosts" else "{")
+    results = pool.run(2, start, config_of(), stored, DOUBLING, ANY_TIME)
+    check_communication(results, "reduced by recursive-doubling", reason)
 
 
 def test_ranks_that_measured_differently_decide_alike(pool):
-    """Or they would wait for each other for ever."""
-    results = pool.run(
-        2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling"))
-    )
-    assert all("reduced by ring" in said for said, *_ in results)
+    """Otherwise they would wait for each other forever."""
+    results = pool.run(2, start, config_of(), None, (RING[0], DOUBLING[0]))
+    check_communication(results, "reduced by ring")
     assert results[0] == results[1]
 
 
-def settled(rank, world, config, fast):
-    """The links say that all ways are about as good; one is, and the others take 3 ms more. Runs in a worker."""
-    links = GroupLinks(
-        "dp_replicate",
-        1,
-        2,
-        Level(2, {way: Cost(1e-4, 1e-9 * (1 + 0.1 * n)) for n, way in enumerate(WAYS)}),
-    )
-    honest, clock = measure.all_reduce_operations, Clock()
+def start_with_similar_links(rank, world, config, fastest):
+    """Measure similar costs of all algorithms, of which all but one take 3 ms longer.
 
-    def later(operation):
+    Runs on every rank. Time passes on a simulated clock.
+    """
+    costs = {}
+    for index, algorithm in enumerate(ALGORITHMS):
+        costs[algorithm] = Cost(1e-4, 1e-9 * (1 + 0.1 * index))
+    links = GroupLinks("dp_replicate", 1, 2, Level(2, costs))
+    all_reduce_operations = measure.all_reduce_operations
+    clock = Clock()
+
+    def delayed(operation):
         clock.sleep(0.003)
         operation()
 
-    def ways_of(*args, **options):
-        of = honest(*args, **options)
-        return lambda nbytes: {
-            way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()
-        }
+    def delayed_operations(*args, **options):
+        operations_for = all_reduce_operations(*args, **options)
 
-    began = clock.now
-    # The clock of rank 1 runs ahead.
-    ahead = SimpleNamespace(
-        perf_counter=lambda: began + (clock.perf_counter() - began) * (1 + 50 * rank)
+        def operations(nbytes):
+            delayed_by_name = {}
+            for name, operation in operations_for(nbytes).items():
+                is_fastest = name == fastest
+                delayed_by_name[name] = operation if is_fastest else partial(delayed, operation)
+            return delayed_by_name
+
+        return operations
+
+    begin = clock.now
+    # The clock of rank 1 is faster, so that ranks measure different times.
+    time_module = SimpleNamespace(
+        perf_counter=lambda: begin + (clock.perf_counter() - begin) * (1 + 50 * rank)
     )
     with (
-        patch.object(measure, "all_reduce_operations", ways_of),
-        patch.object(measure, "time", ahead),
+        patch.object(measure, "all_reduce_operations", delayed_operations),
+        patch.object(measure, "time", time_module),
     ):
-        return started(rank, world, config, None, (links,) * 2)[0]
+        return start(rank, world, config, None, (links, links))
 
 
-@pytest.mark.parametrize("fast", WAYS)
-def test_the_choice_is_made_at_the_runs_message_sizes(pool, fast):
-    said, other = pool.run(2, settled, config_of(), fast)
-    assert f"gradients are reduced by {fast}" in said
-    assert "4 algorithms were timed in turn with messages of" in said
-    assert said == other
+@pytest.mark.parametrize("fastest", ALGORITHMS)
+def test_similar_algorithms_are_timed_with_the_runs_messages(pool, fastest):
+    results = pool.run(2, start_with_similar_links, config_of(), fastest)
+    check_communication(
+        results,
+        f"gradients are reduced by {fastest}",
+        "4 algorithms were timed in turn with messages of",
+    )
+    assert results[0][0] == results[1][0]
 
 
-def no_measuring(rank, world, config):
-    """Runs in a worker."""
+def start_without_measurement(rank, world, config):
+    """Fail if anything is measured. Runs on every rank."""
     with patch.object(data_collectives, "find_links", side_effect=AssertionError("measured")):
-        return started(rank, world, config)[0]
+        return start(rank, world, config)
 
 
-def test_nothing_is_measured_where_memory_is_shared(pool):
-    said = pool.run(2, no_measuring, config_of(transport="auto"))[0]
-    assert "the links were not measured, because shared memory is faster" in said
-    assert "set in the configuration" in pool.run(2, no_measuring, config_of(all_reduce="ring"))[0]
+def test_nothing_is_measured_if_nothing_can_be_chosen(pool):
+    shared = pool.run(2, start_without_measurement, config_of(transport="auto"))
+    check_communication(shared, "the links were not measured, because shared memory is faster")
+    fixed = pool.run(2, start_without_measurement, config_of(all_reduce="ring"))
+    check_communication(fixed, "set in the configuration")
 
 
-def slow_rank(rank, world):
-    """A link on which every call of rank 1 is late by 30 ms. Runs in a worker."""
-    honest = dist.all_reduce
+def measure_slow_link(rank, world):
+    """Measure a link on which every call of rank 1 is late by 30 ms. Runs on every rank."""
+    all_reduce = dist.all_reduce
 
     def late(*args, **options):
         time.sleep(0.03 * rank)
-        return honest(*args, **options)
-
-    import torch
+        return all_reduce(*args, **options)
 
     with patch.object(dist, "all_reduce", late):
-        found = measure.find_links(
+        measurement = measure.find_links(
             "dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0
         )
-    return found.links.whole.costs["all-reduce"].seconds(MIB)
+    return measurement.links.whole.costs["all-reduce"].seconds(MIB)
 
 
-def test_a_slow_link_is_seen_by_every_rank(pool):
-    assert all(seconds > 0.03 for seconds in pool.run(2, slow_rank))
+def test_a_slow_link_is_measured_by_every_rank(pool):
+    assert all(seconds > 0.03 for seconds in pool.run(2, measure_slow_link))

@@ -1,4 +1,4 @@
-"""The loops of docs/how-to/migration.md: theirs and ours on two processes have the same losses and weights."""
+"""The loops of docs/how-to/migration.md have the same losses and weights before and after."""
 
 from __future__ import annotations
 
@@ -15,59 +15,49 @@ from plait.cli.main import main
 from plait.config.convert.conversion import convert
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import trainers
+from tests.table import check_rows
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "migration.md").read_text(encoding="utf-8")
-BLOCKS = {
-    title.strip(): code
-    for title, code in re.findall(
-        r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
-    )
-}
-ANY = "plait: any layout"
+BLOCKS = dict(re.findall(r"^```python\n# ([^\n]*?) *\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+"""Code blocks of the page, keyed by their title."""
 
 
-def run(titles, changes):
-    """(losses, weights) of blocks with changed settings, each on a model of its own. The group of the workers is there already."""
-    found = []
-    for title in titles:
-        names: dict[str, Any] = {}
-        code = BLOCKS[title].replace("dist.init_process_group()\n", "")
-        for before, after in changes.items():
-            assert before in code or title.startswith("theirs")
-            code = code.replace(before, after)
-        exec(BLOCKS["both"], names)
-        model = names["model"]
-        exec(code, names)
-        found.append(
-            (
-                names["losses"],
-                {
-                    name: full_tensor_on_cpu(p).detach().clone()
-                    for name, p in model.named_parameters()
-                },
-            )
-        )
-        for handle in ("engine", "sharded"):
-            if handle in names:
-                names[handle].close()
-    return found
+def run_block(title, changes):
+    """Run a block with other settings on a model of its own, and return losses and weights."""
+    variables: dict[str, Any] = {}
+    exec(BLOCKS["both"], variables)
+    model = variables["model"]
+    # Workers have a process group already.
+    code = BLOCKS[title].replace("dist.init_process_group()\n", "")
+    for before, after in changes.items():
+        assert before in code or title.startswith("theirs")
+        code = code.replace(before, after)
+    exec(code, variables)
+
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weights[name] = full_tensor_on_cpu(parameter).detach().clone()
+    for handle in ("engine", "sharded"):
+        if handle in variables:
+            variables[handle].close()
+    return variables["losses"], weights
 
 
-def on_plait(rank, world, titles, changes):
-    """Runs in a worker."""
+def run_blocks(rank, world, titles, changes):
+    """Runs on every rank."""
     with trainers.launched(rank, world):
-        return run(titles, changes)
+        return [run_block(title, changes) for title in titles]
 
 
-def close(found, wanted):
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    for name, tensor in found[1].items():
+def assert_close(actual, expected):
+    """Compare losses and weights. A pipeline stage has only its own weights."""
+    losses, weights = actual
+    expected_losses, expected_weights = expected
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, tensor in weights.items():
+        message = f"{name}: {{}}".format
         torch.testing.assert_close(
-            tensor,
-            wanted[1][name],
-            rtol=1e-5,
-            atol=1e-5,
-            msg=lambda text, name=name: f"{name}: {text}",
+            tensor, expected_weights[name], rtol=1e-5, atol=1e-5, msg=message
         )
 
 
@@ -82,62 +72,74 @@ def close(found, wanted):
 )
 def test_a_loop(pool, kind, stage):
     changes = {'"stage": 0': f'"stage": {stage}'} if kind == "ddp" else {}
-    for theirs, ours in pool.run(2, on_plait, [f"theirs: {kind}", f"plait: {kind}"], changes):
-        close(ours, theirs)
-        assert len(ours[0]) >= 2 and ours[0][0] != ours[0][-1]
+    titles = [f"theirs: {kind}", f"plait: {kind}"]
+    for expected, actual in pool.run(2, run_blocks, titles, changes):
+        assert_close(actual, expected)
+        losses, _ = actual
+        assert len(losses) >= 2 and losses[0] != losses[-1]
 
 
 @pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.proof)])
-def test_any_layout(pool, axis):
-    """Against the same loop in one process."""
-    wanted: dict[str, Any] = {}
-    exec(BLOCKS["both"], wanted)
-    model = wanted["model"]
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in wanted["tokens"].split(2):
-        found = [model(input_ids=piece, labels=piece).loss / 2 for piece in step]
-        losses.append(float(sum(found).detach()))
-        sum(found).backward()
+def test_the_loop_for_any_layout_equals_one_process(pool, axis):
+    variables: dict[str, Any] = {}
+    exec(BLOCKS["both"], variables)
+    model = variables["model"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in variables["tokens"].split(2):
+        loss = sum(model(input_ids=ids, labels=ids).loss / 2 for ids in step)
+        loss.backward()
+        losses.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    for (ours,) in pool.run(2, on_plait, [ANY], {'"pp": 2': f'"{axis}": 2'}):
-        close(ours, (losses, dict(model.named_parameters())))
+
+    expected = (losses, dict(model.named_parameters()))
+    changes = {'"pp": 2': f'"{axis}": 2'}
+    for (actual,) in pool.run(2, run_blocks, ["plait: any layout"], changes):
+        assert_close(actual, expected)
 
 
 def test_files_and_flags_of_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (text,) = re.findall(r"^```yaml\n# accelerate.yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / "accelerate.yaml").write_text(text)
-    lines = [line for line in PAGE.splitlines() if line.startswith("plait config")]
-    assert len(lines) == 4
-    for line in lines:
+    commands = [line for line in PAGE.splitlines() if line.startswith("plait config")]
+    assert len(commands) == 4
+    for command in commands:
         with pytest.raises(SystemExit) as end:
-            main(shlex.split(line)[1:])
+            main(shlex.split(command)[1:])
         assert end.value.code == 0
 
 
 ROWS = re.findall(r"^\| `([^`]*)` \| `(\{\"[^`]*)` \|$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [row for row in ROWS if row[0].startswith(("{", "--"))]
-)
-def test_a_row(tmp_path, theirs, ours):
-    """What a table says of a file is all that becomes of it, besides `run.processes`; of flags, besides Megatron's own defaults."""
-    wanted = json.loads(ours)
-    if theirs.startswith("{"):
+def test_table_of_accelerate_files(tmp_path):
+    """The second column is all that becomes of a file, besides `run.processes`."""
+
+    def check(row):
+        theirs, ours = row
         (tmp_path / "file.yaml").write_text(theirs)
-        tree = convert(tmp_path / "file.yaml").tree
-        assert {name: value for name, value in tree.items() if name != "run"} == wanted
-    else:
+        settings = convert(tmp_path / "file.yaml").tree
+        settings.pop("run", None)
+        assert settings == json.loads(ours)
+
+    rows = {row[0]: row for row in ROWS if row[0].startswith("{")}
+    assert len(rows) == 9
+    check_rows(rows, check)
+
+
+def test_table_of_megatron_flags():
+    """The second column is all that becomes of flags, besides Megatron's own defaults."""
+
+    def check(row):
+        theirs, ours = row
         conversion = convert(shlex.split(theirs))
-        assert {name: conversion.tree[name] for name in wanted} == wanted
+        expected = json.loads(ours)
+        assert {name: conversion.tree[name] for name in expected} == expected
         assert not conversion.problems
 
-
-def test_there_are_rows_of_both():
-    assert (
-        sum(theirs.startswith("{") for theirs, _ in ROWS) == 9
-        and sum(theirs.startswith("--") for theirs, _ in ROWS) == 11
-    )
+    rows = {row[0]: row for row in ROWS if row[0].startswith("--")}
+    assert len(rows) == 11
+    check_rows(rows, check)

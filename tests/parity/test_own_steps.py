@@ -1,4 +1,4 @@
-"""A Trainer whose class has a `training_step` or a `compute_loss` of its own."""
+"""Trainers whose class overrides `training_step` or `compute_loss`."""
 
 import pytest
 import torch.nn.functional as F
@@ -11,16 +11,14 @@ from tests.parity.trainers import zero
 
 
 def loss_of(model, inputs, reduction):
-    """Cross-entropy of the next token."""
+    """Return the cross-entropy of the next token. Labels of -100 do not count."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     labels = inputs["labels"][:, 1:].flatten()
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction=reduction
-    )
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction=reduction)
 
 
-def trainer_class(kind, base):
-    """A class of a script, over Transformers' Trainer or Plait's."""
+def trainer_class(name, base):
+    """Return a class as scripts have them, based on Transformers' Trainer or Plait's."""
 
     class Mean(base):
         def compute_loss(self, model, inputs, *_, num_items_in_batch=None):
@@ -35,9 +33,8 @@ def trainer_class(kind, base):
 
     class DividedForRanks(base):
         def compute_loss(self, model, inputs, *_, num_items_in_batch=None):
-            return (
-                loss_of(model, inputs, "sum") / num_items_in_batch * self.accelerator.num_processes
-            )
+            loss = loss_of(model, inputs, "sum") / num_items_in_batch
+            return loss * self.accelerator.num_processes
 
     class Logged(base):
         def compute_loss(self, *args, **kwargs):
@@ -50,9 +47,9 @@ def trainer_class(kind, base):
 
     class DistilledByHelper(base):
         def term(self, model, inputs, num_items_in_batch):
-            found = loss_of(model, inputs, "sum")
-            found /= num_items_in_batch
-            return found
+            loss = loss_of(model, inputs, "sum")
+            loss /= num_items_in_batch
+            return loss
 
         def compute_loss(self, model, inputs, *args, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -85,44 +82,40 @@ def trainer_class(kind, base):
         def training_step(self, *args, **kwargs):
             return super().training_step(*args, **kwargs)
 
-    return locals()[kind]
+    # All classes are local variables.
+    return locals()[name]
 
 
-def history_of(kind, base, arguments, folder, **settings):
-    """What a run logs."""
-    given = trainers.arguments(arguments, folder, **settings)
-    trainer = trainer_class(kind, base)(
-        model=trainers.model(), args=given, train_dataset=trainers.samples()
+def history_of(name, base, arguments, folder, **settings):
+    """Train, and return what is logged."""
+    trainer = trainer_class(name, base)(
+        model=trainers.model(),
+        args=trainers.arguments(arguments, folder, **settings),
+        train_dataset=trainers.samples(),
     )
     trainer.train()
     return trainers.history(trainer)
 
 
-def on_plait(rank, world, kind, config, folder, steps):
-    """Runs in a worker."""
+def train_on_plait(rank, world, name, config, folder, steps):
+    """Runs on every rank."""
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        return history_of(
-            kind,
-            Trainer,
-            TrainingArguments,
-            folder,
-            deepspeed=config,
-            gradient_accumulation_steps=steps,
-        )
+        settings = {"deepspeed": config, "gradient_accumulation_steps": steps}
+        return history_of(name, Trainer, TrainingArguments, folder, **settings)
 
 
-def native(kind, folder):
-    """Transformers' own, in one process."""
+def train_with_transformers(name, folder):
+    """Train in one process."""
     from transformers import Trainer, TrainingArguments
 
     with trainers.launched_alone():
-        return history_of(kind, Trainer, TrainingArguments, folder, gradient_accumulation_steps=4)
+        return history_of(name, Trainer, TrainingArguments, folder, gradient_accumulation_steps=4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "steps"),
+    ("name", "config", "steps"),
     proof_after(
         4,
         [
@@ -137,24 +130,25 @@ def native(kind, folder):
         ],
     ),
 )
-def test_own_steps_are_one_process(pool, tmp_path, kind, config, steps):
-    """In the last step, micro-batches differ in what they count, and a mean over means follows who has which."""
-    wanted = native(kind, str(tmp_path))
-    for found in pool.run(2, on_plait, kind, config, str(tmp_path), steps):
+def test_own_steps_are_one_process(pool, tmp_path, name, config, steps):
+    """Micro-batches of the last step have different numbers of targets."""
+    expected = train_with_transformers(name, str(tmp_path))
+    for history in pool.run(2, train_on_plait, name, config, str(tmp_path), steps):
         for key in ("loss", "grad_norm"):
-            assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
+            assert history[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-def refused_in_a_pipeline(rank, world, folder):
-    """Runs in a worker."""
-    with pytest.raises(InputError) as raised:
-        on_plait(rank, world, "Twice", {"parallel": {"pp": 2}}, folder, 4)
-    return str(raised.value)
+def own_backward_in_a_pipeline(rank, world, folder):
+    """Return the message of the refusal. Runs on every rank."""
+    with pytest.raises(InputError) as error:
+        train_on_plait(rank, world, "Twice", {"parallel": {"pp": 2}}, folder, 4)
+    return str(error.value)
 
 
-def test_an_own_backward_in_a_pipeline(pool, tmp_path):
-    for text in pool.run(2, refused_in_a_pipeline, str(tmp_path)):
-        assert "Twice.training_step" in text and "call super().training_step" in text
+def test_an_own_backward_in_a_pipeline_is_refused(pool, tmp_path):
+    for message in pool.run(2, own_backward_in_a_pipeline, str(tmp_path)):
+        assert "Twice.training_step" in message
+        assert "call super().training_step" in message
 
 
 WARNED = ("Mean", "Divided", "Distilled", "DistilledByHelper")
@@ -162,30 +156,29 @@ UNWARNED = ("DeclaredMean", "DividedForRanks", "Logged", "Super", "DistilledForR
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["subclass", "wrap"])
-def test_cautions_about_losses(wraps):
-    """Those whose scale follows the layout, and no other."""
+def test_warnings_about_losses_that_depend_on_the_layout(wraps):
     import transformers
 
     import plait.hf
 
-    found = {}
-    for kind in (*WARNED, *UNWARNED):
-        base = transformers.Trainer if wraps else plait.hf.Trainer
-        made = trainer_class(kind, base)
-        made = plait.hf.wrap(made) if wraps else made
-        trainer = made.__new__(made)
+    warnings = {}
+    for name in (*WARNED, *UNWARNED):
+        if wraps:
+            kind = plait.hf.wrap(trainer_class(name, transformers.Trainer))
+        else:
+            kind = trainer_class(name, plait.hf.Trainer)
+        # The warnings depend on the class only.
+        trainer = kind.__new__(kind)
         trainer.model_accepts_loss_kwargs = True
-        found[kind] = " ".join(warnings_about_loss(trainer, ranks=2, accumulation=4))
+        warnings[name] = " ".join(warnings_about_loss(trainer, ranks=2, accumulation=4))
         assert not warnings_about_loss(trainer, ranks=1, accumulation=1)
-    assert (
-        "Mean.compute_loss does not read num_items_in_batch" in found["Mean"]
-        and "4 micro-batches" in found["Mean"]
-    )
-    assert (
-        "multiplied by self.accelerator.num_processes" in found["Divided"]
-        and "2 times smaller" in found["Divided"]
-    )
-    for kind in ("Distilled", "DistilledByHelper"):
-        assert "multiply the term by self.accelerator.num_processes" in found[kind]
-        assert "2 times smaller" in found[kind]
-    assert not any(found[kind] for kind in UNWARNED), found
+
+    assert "Mean.compute_loss does not read num_items_in_batch" in warnings["Mean"]
+    assert "4 micro-batches" in warnings["Mean"]
+    assert "multiplied by self.accelerator.num_processes" in warnings["Divided"]
+    assert "2 times smaller" in warnings["Divided"]
+    for name in ("Distilled", "DistilledByHelper"):
+        assert "multiply the term by self.accelerator.num_processes" in warnings[name]
+        assert "2 times smaller" in warnings[name]
+    for name in UNWARNED:
+        assert not warnings[name], name

@@ -1,15 +1,15 @@
 """Public reports whose situation a parity test already runs."""
 
 COVERED = {
-    "DeepSpeed-399": "test_frozen_for_a_while.py::test_generator_first",
+    "DeepSpeed-399": "test_unfreezing.py::test_generator_first",
     "DeepSpeed-931": "test_pipeline.py::test_overflow_on_one_stage_skips_the_step_on_all",
     "DeepSpeed-1888": "test_skipped_blocks.py::test_ranks_skip_different_blocks",
     "DeepSpeed-3539": "test_three_calls.py::test_two_backwards_of_one_forward",
     "DeepSpeed-4777": "test_pipeline.py::test_every_schedule",
-    "DeepSpeed-4923": "test_frozen_for_a_while.py::test_generator_first",
+    "DeepSpeed-4923": "test_unfreezing.py::test_generator_first",
     "DeepSpeed-5248": "test_packed_documents.py::test_a_layout",
     "DeepSpeed-5259": "test_experts.py::test_equals_one_process",
-    "DeepSpeed-5639": "test_frozen_for_a_while.py::test_gradual_unfreezing",
+    "DeepSpeed-5639": "test_unfreezing.py::test_gradual_unfreezing",
     "DeepSpeed-7170": "test_skipped_blocks.py::test_ranks_skip_different_blocks",
     "DeepSpeed-8262": "test_generate.py::test_tokens_of_two_ranks",
     "Megatron-DeepSpeed-394": "test_tensor_models.py::test_a_users_loss_and_full_state_dicts",
@@ -27,7 +27,7 @@ COVERED = {
     "mcore-bridge-173": "test_adapters.py::test_adapters_equal_one_process",
     "ms-swift-9639": "test_skipped_blocks.py::test_ranks_skip_different_blocks",
     "nanotron-106": "test_checkpoint_layouts.py::test_every_layout_loads_every_other",
-    "peft-3447": "test_frozen_for_a_while.py::test_reference_without_adapters_first",
+    "peft-3447": "test_unfreezing.py::test_reference_without_adapters_first",
     "pytorch-48670": "test_compression.py::test_errors_are_in_the_checkpoint",
     "pytorch-49374": "test_compression.py::test_an_overflow_leaves_no_trace_in_the_errors",
     "pytorch-124523": "test_backward_optimizer.py::test_update_in_backward_changes_no_bit",
