@@ -2,7 +2,8 @@
 
 There are p ranks with v stages each, and m micro-batches. F, I, W and B = I + W are the times of
 the forward, both halves of the backward and the complete backward of one micro-batch, for all
-stages of a rank together. The overhead is the length of the step minus m (F + B), the work of one rank.
+stages of a rank together. The overhead is the length of the step minus m (F + B), the work of one
+rank.
 """
 
 from collections import deque
