@@ -252,7 +252,7 @@ class Mesh:
             stages: Coordinates along pp.
 
         Returns:
-            The group of this rank, or None if its stage is not among them.
+            The group of this rank, or None if the stage of this rank is not in `stages`.
         """
         columns = [
             [column[stage] for stage in sorted(stages)] for column in self.layout.groups("pp")

@@ -238,7 +238,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 def _blank(match: re.Match[str]) -> str:
     """Replace a comment or comma with spaces, so that lines and columns in messages stay correct.
 
-    The expressions also match strings, so that a `//` inside a string is not a comment.
+    The regular expressions also match strings, so that `//` inside a string starts no comment.
     """
     if match[0].startswith('"'):
         return match[0]

@@ -4,9 +4,9 @@ A sampler has fields that show the split. A map-style data set has none, so the 
 first rows that they read.
 
 Ranks that share a batch, such as pipeline stages and tensor-parallel ranks, each read it
-themselves. Their random generators differ, because dropout draws from them. A collator that masks
-at random would therefore give each of these ranks a different batch. `seeded_generators` gives
-collators the same random numbers on all of them.
+themselves. The states of their random generators may differ, because dropout draws from these
+generators. A collator that masks tokens at random could then give each of these ranks a different
+batch. `seeded_generators` gives collators the same random numbers on all of them.
 
 `StreamPart` is a rank's part of an iterable data set, whose length may be unknown. Batches are
 formed as a single process forms them, and distributed in rounds of one batch per rank.

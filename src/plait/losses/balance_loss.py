@@ -34,8 +34,8 @@ def with_balance_loss(
             itself, or None.
 
     Raises:
-        ConfigError: A setting needs a router loss that is computed from the statistics, and it
-            cannot be added to this loss.
+        ConfigError: A setting needs a router loss from `statistics`, but router losses cannot be
+            added to `loss`.
     """
     # A class of the user computes the loss itself.
     is_user_defined = not type(loss).__module__.startswith("plait.losses.")

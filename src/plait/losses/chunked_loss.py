@@ -297,7 +297,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 class _GradientsInBackward(torch.autograd.Function):
-    """Sum over the chunks, which are recomputed in the backward.
+    """Autograd function that sums the chunks' losses, and recomputes the chunks in the backward.
 
     The loss scale is applied before anything is rounded to float16. Otherwise the gradient of a
     weight could overflow in a single chunk, and a lower loss scale would not prevent it.

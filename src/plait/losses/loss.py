@@ -1,8 +1,8 @@
 """Losses as (sum, weight), and the cross entropy of causal language models.
 
-Logits may be split along the vocabulary. `vocab_parallel_cross_entropy` never gathers them: ranks
-exchange three elements per token: first the largest logit, then the sum of exponentials and the
-target's logit together.
+Logits may be split along the vocabulary. `vocab_parallel_cross_entropy` never gathers them. For
+each token, ranks exchange three elements: first the largest logit, then the sum of exponentials
+together with the target's logit.
 
 Note [Weight of a loss]
     The engine divides every sum by the global weight of the step, so that a micro-batch with few

@@ -2,9 +2,9 @@
 
 torchrun performs the rendezvous, assigns the rank numbers, and starts, monitors and restarts the
 ranks. Two methods that torch documents for extensions of its agent are overridden: one reports the
-cause of a failed attempt first, and the other passes a signal to every rank once and waits up to
-`grace_seconds` until the ranks have written a checkpoint. When `launch` returns, none of its ranks
-runs.
+cause of a failed attempt before the other failures. The other one passes a signal to every rank
+once, and waits up to `grace_seconds` until the ranks have written a checkpoint. When `launch`
+returns, none of its ranks runs.
 
 Several machines use torch's rendezvous. It also works for one machine, but has two disadvantages
 there: it exchanges heartbeats with itself, which a busy machine can miss, and after a restart it

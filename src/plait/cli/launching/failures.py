@@ -392,7 +392,7 @@ class RankWatch:
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Report a hang and return True if a rank has waited longer than its timeout.
+        """If a rank has waited longer than its timeout, report a hang and return True.
 
         Args:
             processes: Process ids by rank of this machine, including those that have ended.

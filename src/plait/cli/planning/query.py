@@ -514,7 +514,7 @@ def refuse_auto(file: Path, overrides: list[str]) -> None:
 
 
 def _planned_for(path: Path) -> tuple[Mapping[str, Any], int] | None:
-    """Return the configuration and the number of devices that a planned file was planned for."""
+    """Return (configuration, number of devices) that a planned file was planned for."""
     try:
         if not path.is_file():
             return None

@@ -339,7 +339,7 @@ def _data_degrees(
 
 
 def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the second data-parallel degree if the first one, `name`, is `degree`."""
+    """Return the other data-parallel degree, given that the degree `name` is `degree`."""
     if dp % degree == 0:
         return dp // degree
 
