@@ -167,7 +167,7 @@ class Layout:
         return self._position(coordinates, AXES)
 
     def _position(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return the index of coordinates if the last one of `axes` varies fastest."""
+        """Return the linear index of coordinates along `axes`, of which the last varies fastest."""
         position = 0
         for axis in axes:
             position = position * getattr(self, axis) + coordinates.get(axis, 0)

@@ -348,7 +348,7 @@ def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Arra
 
 @dataclass(frozen=True)
 class Documents:
-    """Sequences that are packed with documents, as many as fit into each sequence."""
+    """Sequences, each of which is packed with as many documents as fit into it."""
 
     stream: Stream
     length: int

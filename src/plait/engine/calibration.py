@@ -97,9 +97,9 @@ class CalibrationResult:
     Attributes:
         rates: Rates of the device.
         runs: Step time of each layout.
-        waiting: Fraction of the time of data-parallel steps in which no rank computed. It is
-            measured on CPU cores. On GPUs, where it cannot be measured, it is 0. In most of this
-            time other programs used the cores; a small part is communication.
+        waiting: Fraction of the duration of a step during which no rank computed, for data-parallel
+            layouts. It can be measured on CPU cores only, and is 0 on GPUs. Most of this time other
+            programs used the cores; a small part is communication.
     """
 
     rates: DeviceRates

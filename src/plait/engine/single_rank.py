@@ -146,7 +146,8 @@ def run_single_rank(
         rank: The rank.
         samples: Samples per micro-batch.
         length: Tokens per sample.
-        real: Run on this machine's device instead of fake tensors. Parameters are not initialised.
+        real: Whether to run on this machine's device and not on fake tensors. Parameters are not
+            initialised.
         on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:

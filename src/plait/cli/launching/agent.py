@@ -257,8 +257,9 @@ class Agent(LocalElasticAgent):
     def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
         """Return the signal that ended ranks without reaching this process, or None.
 
-        All ended ranks then have exit code 128 + N, and the other ranks are expected to end after
-        the same step. If they do not end within the grace period, the result is None.
+        After signal N, all ranks that have ended have exit code 128 + N, and the other ranks are
+        expected to end after the same step. If the others do not end within the grace period, the
+        result is None.
         """
         codes = {
             _exit_code(worker.id) for worker in worker_group.workers if not _is_running(worker.id)

@@ -193,7 +193,7 @@ class Reporter:
         self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the exit codes of ranks whose process still runs some time after its failure.
+        """Return the exit codes of failed ranks whose process still runs after some time.
 
         Something keeps these processes from exiting, for example a thread or a communicator.
 

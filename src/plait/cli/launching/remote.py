@@ -162,8 +162,8 @@ def node_command(launch: RemoteLaunch, index: int) -> list[str]:
 def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
     """Return the environment variables for machine `index`.
 
-    They are the exported variables. If the hostfile selects only some of the GPUs, the variable of
-    the visible GPUs is added.
+    They are the exported variables. If the hostfile selects other GPUs than the first ones of the
+    machine, the variable that lists the visible GPUs is added.
     """
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots

@@ -1,8 +1,8 @@
 """Dry run of one rank of a planned layout, compared with the planner's prediction.
 
 The engine builds and steps the rank without the other ranks. With fake tensors this needs no memory
-and no GPU; the prediction is then made for the operators of the device type of this machine. On a
-GPU (`--on-device`) kernels run, and time and memory are measured.
+and no GPU, and the planner predicts for the type of device that this machine has. On a GPU
+(`--on-device`) kernels run, and time and memory are measured.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class PlanQuery:
 def process_count(config: Config) -> int:
     """Return the number of processes that a configuration starts on this machine by default.
 
-    It is the number in the file, else one per GPU. On a CPU it is the number of ranks that the
-    layout requires, or two.
+    It is the number in the file, else one per GPU. Without GPUs it is the number of ranks that the
+    layout requires, or, if the layout requires only one, `topology.default_processes`.
     """
     processes = config.run.processes if config.run is not None else "auto"
     if processes != "auto":

@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 @dataclass
 class WrittenValue:
-    """Value of a setting, and its name in the file."""
+    """Value of a setting, and the name of the setting in the file."""
 
     name: str
     value: Any
