@@ -2,8 +2,8 @@
 
 The command starts processes (under a launcher they exist already). It measures the rates of the
 devices and links, times a few training steps, and fits the constants to these measurements. `plait
-plan --calibrate FILE` reads the file. The
-measurements are in `engine.calibration`, and the fit is in `planner.calibrate`.
+plan --calibrate FILE` reads the file. The measurements are in `engine.calibration`, and the fit is
+in `planner.calibrate`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layout: degrees of the parallel dimensions, arithmetic of ranks, and placement on machines.
 
 The module needs neither torch nor process groups. In the numbering of ranks, `tp` varies fastest
-and `pp` slowest. The ranks of a tensor-parallel group are therefore neighbours on one machine, and
-pipeline stages are on different machines.
+and `pp` slowest. The ranks of a tensor-parallel group are therefore on one machine if possible, and
+pipeline stages on different machines.
 
 Note [Two views of a stage]
     The ranks of a pipeline stage have two coordinate systems. Most code uses the dimensions

@@ -431,8 +431,8 @@ def build_mesh(
     Args:
         layout: The layout.
         timeout: Timeout of collectives. An existing default group keeps its own timeout.
-        host_tensors: Whether the default group also supports tensors in host memory if the device
-            is a GPU. Offloaded parameters are gathered there for checkpoints.
+        host_tensors: Whether the default group of GPU processes also supports tensors in host
+            memory. Offloaded parameters are gathered in host memory for checkpoints.
         groups: Further groups.
         on_default_group: Called when the default group exists, before other groups are created.
 

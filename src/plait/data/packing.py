@@ -314,7 +314,7 @@ def place_tokens(stream: Stream, first: int, last: int, ids: Array, labels: Arra
 
 
 def read_tokens(folder: Path) -> tuple[Stream, Stream]:
-    """Return the memory-mapped streams of the training and validation split.
+    """Return the memory-mapped streams (training split, validation split).
 
     Raises:
         InputError: A file was truncated or changed.

@@ -419,7 +419,7 @@ def predict_messages(
         model: The model.
         parts: The model after all techniques were applied.
         pipeline: Pipeline stages of this rank.
-        micro_batch: A micro-batch of the shapes that will be run.
+        micro_batch: A micro-batch with the same shapes as those of the step.
     """
     hidden = boundary_activations(model, parts, micro_batch)
     for stage in range(pipeline.runtime.schedule.stages - 1):

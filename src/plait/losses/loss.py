@@ -33,7 +33,7 @@ class Loss(Protocol):
     """Loss of a training step. See Note [Weight of a loss]."""
 
     def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Return the sum of the losses of a micro-batch, and its weight.
+        """Return (sum of the losses of a micro-batch, weight of the micro-batch).
 
         The sum is over all targets, 0-dimensional and with gradient.
         """

@@ -31,7 +31,7 @@ _STYLES = {
 
 
 def schedule_names() -> list[tuple[str, str, str]]:
-    """Return the name, the stages per rank and a summary of every schedule."""
+    """Return (name, stages per rank, summary) of every schedule."""
     return [(name, _stage_count(spec), spec.summary) for name, spec in SCHEDULES.items()]
 
 

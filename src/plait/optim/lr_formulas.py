@@ -175,7 +175,7 @@ def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
 
 
 def cycle_halves(schedule: OneCycle) -> tuple[float, float]:
-    """Return the number of steps of the rising and the falling half."""
+    """Return the numbers of steps in the two halves of a cycle: (rising, falling)."""
     first = float(schedule.cycle_first_step_size)
     if schedule.cycle_second_step_size is None:
         return first, first

@@ -2,7 +2,7 @@
 
 torchrun performs the rendezvous, assigns the rank numbers, and starts, monitors and restarts the
 ranks. Two methods that torch documents for extensions of its agent are overridden: one reports the
-cause of a failed attempt before the other failures. The other one passes a signal to every rank
+cause of a failed attempt before its other failures. The second one passes a signal to every rank
 once, and waits up to `grace_seconds` until the ranks have written a checkpoint. When `launch`
 returns, none of its ranks runs.
 

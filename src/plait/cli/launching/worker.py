@@ -127,7 +127,7 @@ def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 
 
 def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
-    """Load a module as `python -m` does.
+    """Load a module as `python -m` does, and return (code, module object).
 
     For a package, its `__main__` is loaded. Imports are resolved from the current folder first.
     """

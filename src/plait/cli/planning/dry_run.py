@@ -240,8 +240,8 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
 def _micro_batches_to_peak(resolved: Resolved) -> int:
     """Return the number of micro-batches after which the memory of a step has reached its peak.
 
-    Without a pipeline the number is two. With a pipeline it is twice the number of pipeline ranks,
-    except for schedules that have all micro-batches in flight: there it is the number of them all.
+    Without a pipeline this is two, and with a pipeline twice the number of pipeline ranks. For a
+    schedule that has all micro-batches in flight, it is the number of accumulation steps.
     """
     count = resolved.batch.accumulation
     pp = resolved.layout.pp
