@@ -6,9 +6,9 @@ are dimensions of a torch DeviceMesh, one per parallel dimension of degree above
 
 Note [Creation of groups]
     Creating a process group is collective over all ranks of the run, even over those that are not
-    members, and all ranks must create groups in the same order. A technique must therefore not
-    create a group when it needs one, because other ranks may not need it. All groups are created
-    together with the mesh. Techniques announce what they need in `Groups`.
+    members, and all ranks must create groups in the same order. Ranks may need different groups, so
+    a technique must not create a group at the point where it needs the group. Instead, all groups
+    are created together with the mesh. Techniques announce the groups that they need in `Groups`.
 """
 
 from __future__ import annotations

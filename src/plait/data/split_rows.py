@@ -170,8 +170,8 @@ def compare_stream(
 
     Collective over all ranks. The first rows of a data set of the library `datasets` are compared
     here, because such a data set restarts whenever it is read. For any other data set, `StreamPart`
-    compares the first rows while it reads them. If workers read the rows, they cannot compare them,
-    so the first rows of any data set are compared here.
+    compares the first rows while it reads them. This is not possible in workers, because they run
+    no collectives. With workers, the first rows of any data set are therefore compared here.
 
     Args:
         data: The data set.

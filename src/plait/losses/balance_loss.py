@@ -1,8 +1,8 @@
 """Router losses of a mixture-of-experts model, which are added to its token loss.
 
 `model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus
-`router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these over the
-micro-batches of all ranks, each weighted by its number of targets.
+`router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these losses over
+the micro-batches of all ranks. Each micro-batch is weighted by its number of targets.
 """
 
 from __future__ import annotations

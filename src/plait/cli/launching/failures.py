@@ -1,8 +1,8 @@
-"""Reports of failed ranks, in which the cause comes first, and of ranks that hang.
+"""Reports of failed ranks, with the cause first, and of ranks that hang.
 
 If one rank raises, the other ranks fail after it, because they lose a connection or receive a
-signal of the launcher. The cause is printed immediately and completely, and every other failure in
-one line. The module does not use torch: it reads the records that `worker` writes.
+signal of the launcher. The cause is printed immediately and completely. Every other failure is
+printed in one line. The module does not use torch: it reads the records that `worker` writes.
 
 A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
 its stacks after a signal. Both work even if the rank is blocked while it holds the GIL. The

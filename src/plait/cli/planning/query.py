@@ -56,7 +56,7 @@ _MIN_RULES = {"batch": "a step has at least one sample", "seq": "a sample has at
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """Request to the planner, the configuration that it was built from, and notes for the user."""
+    """Request to the planner, the configuration behind the request, and notes for the user."""
 
     request: Request
     base: dict[str, Any]
