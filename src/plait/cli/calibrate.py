@@ -1,8 +1,9 @@
 """Command `plait calibrate`: fits the planner's constants to this machine and writes a file.
 
-The command starts processes (under a launcher they exist already), measures rates, links and a few
-real training steps, and fits the constants. `plait plan --calibrate FILE` reads the file. The
-measurements are in `engine.calibration`, and the fit is in `planner.calibrate`.
+The command starts processes (under a launcher they exist already). It measures the rates of the
+devices and links, times a few training steps, and fits the constants to these measurements. `plait
+plan --calibrate FILE` reads the file. The measurements are in `engine.calibration`, and the fit is
+in `planner.calibrate`.
 """
 
 from __future__ import annotations

@@ -318,10 +318,10 @@ def _check_files(prompt: str | None, prompts: Path | None, out: Path | None) -> 
 def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Iterator[Path]:
     """Write the arguments of all processes to a temporary file, and yield its path.
 
-    The lines of --prompts are written to a second temporary file, which the arguments then name.
-    The processes do not read --prompts themselves, because it may be a pipe or change later. They
-    do not receive prompts on the command line, which has a limited length and is visible to other
-    users of the machine.
+    The lines of --prompts are written to a second temporary file, and the arguments contain its
+    path. The processes do not read --prompts themselves, because it may be a pipe or change later.
+    They do not receive prompts on the command line, which has a limited length and is visible to
+    other users of the machine.
     """
     with ExitStack() as stack:
         try:
@@ -344,7 +344,7 @@ def _argument_file(arguments: GenerateArguments, lines: list[PromptLine]) -> Ite
 def _longest_request(
     prompts: list[tuple[str, Any]], settings: dict[str, Any], model: nn.Module, tokenizer: Any
 ) -> int:
-    """Check all requests, and return the number of tokens of the longest one with its answer.
+    """Check all requests. Return the largest number of tokens of a prompt with its answer.
 
     Args:
         prompts: Pairs of a name and a prompt.
@@ -656,7 +656,7 @@ def _open_answers(job: AnswerJob) -> Iterator[AnswerFile]:
 
 
 def _finished_lines(answers: AnswerFile | None, job: AnswerJob) -> int:
-    """Return to all processes the number of lines that have answers. Collective."""
+    """Return the number of lines that have answers, the same on all processes. Collective."""
     count = answers.done if answers is not None else 0
     if job.several:
         from plait.cluster.small_messages import broadcast_object
@@ -676,7 +676,7 @@ def chat_lines(reads_input: bool, *, several: bool) -> Iterator[str | None]:
         reads_input: Whether this process reads standard input. Other processes yield "" forever,
             because they receive the lines from the process that reads.
         several: Whether other processes wait for each line. If so, None is yielded every
-            `POLL_SECONDS` while the user types nothing, because their long wait would otherwise be
+            `POLL_SECONDS` while the user types nothing. A long wait of the other processes would be
             reported as a hang.
     """
     console = Console(stderr=True, highlight=False)

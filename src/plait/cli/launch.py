@@ -290,7 +290,7 @@ def _start(
 
 
 def _start_hosts(remote_launch: remote.RemoteLaunch, *, ssh: bool) -> int:
-    """Start the ranks on all machines of a hostfile over ssh, or with --no-ssh only on this one."""
+    """Start the ranks on all machines of a hostfile by ssh, or only here with --no-ssh."""
     hosts = remote_launch.hosts
     local_index = remote.local_index(hosts)
     if ssh and (len(hosts) > 1 or local_index is None):
@@ -348,7 +348,7 @@ def _command(arguments: Sequence[str], module: bool) -> list[str]:
 
 
 def _names_localhost(device_filter: str) -> bool:
-    """Return True if a filter names only localhost. In DeepSpeed it needs no hostfile."""
+    """Return True if a filter names only localhost. DeepSpeed then needs no hostfile."""
     if not device_filter:
         return False
     hosts = {host.strip().partition(":")[0] for host in device_filter.split("@")}
@@ -394,7 +394,7 @@ def _refuse_contradictions(
 
 
 def _backend_problems(backend: object, options: Mapping[str, object]) -> list[Problem]:
-    """Return the problem of a rendezvous backend whose address options are missing or wrong."""
+    """Return the problems of a rendezvous backend with missing or wrong address options."""
     by_endpoint = options["rdzv_endpoint"] is not None
     by_address = options["master_addr"] is not None
     required, other = "--rdzv-endpoint HOST:PORT", "--master-addr and --node-rank"

@@ -1,7 +1,8 @@
-"""Command `plait`: a table of subcommands, whose modules are imported when they are used.
+"""Command `plait`: a table of subcommands. The module of a subcommand is imported on its use.
 
 `plait --help` reads only the table, so that it is quick and does not import torch. The message of a
-`PlaitError` goes to standard error without a traceback, and the command exits with its exit code.
+`PlaitError` goes to standard error without a traceback, and the command exits with the exit code of
+the error.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _has_megatron_flags(arguments: Sequence[str]) -> bool:
 
 
 def _bad_parameter(error: Any, names: Sequence[str], arguments: Sequence[str]) -> str:
-    """Return the message for a value that typer refuses."""
+    """Return the message about a value that typer refuses."""
     rule = str(error.message).rstrip(".")
     rule = rule.replace("Input should be", "must be").replace("Value error, ", "")
     if any(name.startswith("-") for name in names):

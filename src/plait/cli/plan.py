@@ -2,7 +2,8 @@
 
 `plait plan` finds the fastest layout that fits, and explains it (`plait.planner`). If no GPU is
 named, it plans for the devices of this machine. `plait plan infer` prints the placement that `plait
-generate` would choose, its bytes, and a lower bound of the time per token (`inference.deployment`).
+generate` would choose, the memory that it needs, and a lower bound of the time per token
+(`inference.deployment`).
 
 `plait dryrun` builds and steps one rank of a layout without the other ranks. The engine itself
 runs, and the results are printed next to the planner's prediction. The layout is that of FILE if

@@ -339,7 +339,7 @@ def _train(
     Args:
         checked: The run.
         console: Console for the output of this rank.
-        config: Configuration that the run was checked from.
+        config: Configuration from which `checked` was made.
         file: The file of the run.
         command: Command that resumes the run, for the user.
         confirms_signals: Whether to print that a signal was received.

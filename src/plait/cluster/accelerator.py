@@ -4,10 +4,10 @@ No other module names this type, so that support for another type only changes t
 of `torch.accelerator` are used where they exist, and otherwise those of the type's module,
 `torch.cuda`. Functions import torch themselves, because the command line starts without it.
 
-The algorithm that NCCL selects for a call is not predicted. NCCL's tuning model has constants of
-the release, the architecture and the transport, a tuner plugin may replace it, and its authors say
-that there is no easy rule (NVIDIA/nccl issue 754). NCCL can log the selection for every call
-(`library_report`).
+The algorithm that NCCL selects for a call is not predicted. The constants of NCCL's tuning model
+depend on the release, the architecture and the transport, and a tuner plugin may replace the model.
+The authors of NCCL say that there is no easy rule (NVIDIA/nccl issue 754). NCCL can log the
+selection for every call (`library_report`).
 
 `HostCopy` copies a small tensor to the host without waiting.
 """

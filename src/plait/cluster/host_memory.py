@@ -89,7 +89,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Give freed heap memory, which the C library keeps for reuse, back to the system.
+    """Release freed heap memory that the C library keeps for reuse.
 
     This does nothing if the C library has no `malloc_trim`.
     """

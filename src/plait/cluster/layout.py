@@ -1,8 +1,8 @@
 """Layout: degrees of the parallel dimensions, arithmetic of ranks, and placement on machines.
 
-The module needs neither torch nor process groups. In the numbering of ranks `tp` varies fastest, so
-that neighbouring ranks (one machine) share a tensor-parallel group, and `pp` slowest, so that
-stages are on different machines.
+The module needs neither torch nor process groups. In the numbering of ranks, `tp` varies fastest
+and `pp` slowest. The ranks of a tensor-parallel group are therefore on one machine if possible, and
+pipeline stages on different machines.
 
 Note [Two views of a stage]
     The ranks of a pipeline stage have two coordinate systems. Most code uses the dimensions
@@ -167,7 +167,7 @@ class Layout:
         return self._position(coordinates, AXES)
 
     def _position(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return the index of coordinates if the last one of `axes` varies fastest."""
+        """Return the linear index of coordinates along `axes`, of which the last varies fastest."""
         position = 0
         for axis in axes:
             position = position * getattr(self, axis) + coordinates.get(axis, 0)

@@ -6,9 +6,9 @@ are dimensions of a torch DeviceMesh, one per parallel dimension of degree above
 
 Note [Creation of groups]
     Creating a process group is collective over all ranks of the run, even over those that are not
-    members, and all ranks must create groups in the same order. A technique must therefore not
-    create a group when it needs one, because other ranks may not need it. All groups are created
-    together with the mesh. Techniques announce what they need in `Groups`.
+    members, and all ranks must create groups in the same order. Ranks may need different groups, so
+    a technique must not create a group at the point where it needs the group. Instead, all groups
+    are created together with the mesh. Techniques announce the groups that they need in `Groups`.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Mesh:
             stages: Coordinates along pp.
 
         Returns:
-            The group of this rank, or None if its stage is not among them.
+            The group of this rank, or None if the stage of this rank is not in `stages`.
         """
         columns = [
             [column[stage] for stage in sorted(stages)] for column in self.layout.groups("pp")
@@ -431,8 +431,8 @@ def build_mesh(
     Args:
         layout: The layout.
         timeout: Timeout of collectives. An existing default group keeps its own timeout.
-        host_tensors: Whether the default group also supports tensors in host memory if the device
-            is a GPU. Offloaded parameters are gathered there for checkpoints.
+        host_tensors: Whether the default group of GPU processes also supports tensors in host
+            memory. Offloaded parameters are gathered in host memory for checkpoints.
         groups: Further groups.
         on_default_group: Called when the default group exists, before other groups are created.
 

@@ -147,8 +147,9 @@ def finish_at_exit() -> None:
 def let_threads_finish() -> None:
     """Wait until gloo's threads sleep, see Note [Threads of gloo].
 
-    Each pause gives them the interpreter's lock. A thread also sleeps in a collective whose
-    other ranks are gone, so this never waits for other ranks.
+    This thread pauses between its checks, so that gloo's threads can take the interpreter's lock. A
+    thread of gloo also sleeps in a collective whose other ranks are gone, so this never waits for
+    other ranks.
     """
     deadline = time.monotonic() + _LONGEST_SECONDS
     quiet_checks = 0

@@ -263,7 +263,7 @@ def address_of_method(method: str) -> str:
 
 
 def _existing_group() -> tuple[int, int, str] | None:
-    """Return rank, size and backend of the default process group, or None if there is none."""
+    """Return (rank, size, backend) of the default process group, or None if there is none."""
     # Without an import of torch.distributed there is no group. This does not import it, which takes
     # long.
     dist = sys.modules.get("torch.distributed")

@@ -4,10 +4,9 @@ The reader does not interpret keys. JSON may contain comments (`//`, `#`, `/* */
 commas, as in DeepSpeed. A key that occurs twice in an object is refused; JSON and YAML libraries
 would silently use the last one.
 
-The resulting tree contains only objects, lists, strings, numbers and booleans, of a size that a
-person writes, so that no later code has to handle anything else. Numbers of hundreds of digits,
-lone surrogates, zero bytes, unlimited nesting and YAML references that multiply are refused with
-their position in the file.
+The resulting tree contains only objects, lists, strings, numbers and booleans, so that no later
+code has to handle anything else. Numbers of hundreds of digits, lone surrogates, zero bytes,
+unlimited nesting and YAML references that multiply are refused with their position in the file.
 """
 
 from __future__ import annotations
@@ -238,7 +237,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 def _blank(match: re.Match[str]) -> str:
     """Replace a comment or comma with spaces, so that lines and columns in messages stay correct.
 
-    The expressions also match strings, so that a `//` inside a string is not a comment.
+    The regular expressions also match strings, so that `//` inside a string starts no comment.
     """
     if match[0].startswith('"'):
         return match[0]

@@ -363,7 +363,7 @@ def _encode_with_template(
 def _spans(
     template: ChatTemplate, messages: list[Message], numbers: list[int]
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the text of a conversation, and the spans of its answers.
+    """Return (text of a conversation, spans of its answers).
 
     The answers are the messages with the indices `numbers`.
 
@@ -447,7 +447,7 @@ def _is_inside_token(edge: int, offsets: list[tuple[int, int]]) -> bool:
 def _tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the tokens of a text and the offsets of their characters."""
+    """Return (tokens of a text, the characters of each token as (start, end))."""
     encoded = tokenizer(
         text,
         add_special_tokens=False,

@@ -314,7 +314,7 @@ def place_tokens(stream: Stream, first: int, last: int, ids: Array, labels: Arra
 
 
 def read_tokens(folder: Path) -> tuple[Stream, Stream]:
-    """Return the memory-mapped streams of the training and validation split.
+    """Return the memory-mapped streams (training split, validation split).
 
     Raises:
         InputError: A file was truncated or changed.
@@ -348,7 +348,7 @@ def _map_file(folder: Path, name: str, dtype: np.dtype[Any], count: int) -> Arra
 
 @dataclass(frozen=True)
 class Documents:
-    """Sequences that are packed with documents, as many as fit into each sequence."""
+    """Sequences, each of which is packed with as many documents as fit into it."""
 
     stream: Stream
     length: int

@@ -221,7 +221,7 @@ def _prepare_streamed(
 def _encoding(
     section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Encode | None, str]:
-    """Return the function that tokenises rows, and a string that identifies all of its settings.
+    """Return (function that tokenises rows, string that identifies all of its settings).
 
     Plain text needs no such function; the result is then (None, "").
     """

@@ -4,9 +4,9 @@ A sampler has fields that show the split. A map-style data set has none, so the 
 first rows that they read.
 
 Ranks that share a batch, such as pipeline stages and tensor-parallel ranks, each read it
-themselves. Their random generators differ, because dropout draws from them. A collator that masks
-at random would therefore give each of these ranks a different batch. `seeded_generators` gives
-collators the same random numbers on all of them.
+themselves. The states of their random generators may differ, because dropout draws from these
+generators. A collator that masks tokens at random could then give each of these ranks a different
+batch. `seeded_generators` gives collators the same random numbers on all of them.
 
 `StreamPart` is a rank's part of an iterable data set, whose length may be unknown. Batches are
 formed as a single process forms them, and distributed in rounds of one batch per rank.
@@ -170,8 +170,8 @@ def compare_stream(
 
     Collective over all ranks. The first rows of a data set of the library `datasets` are compared
     here, because such a data set restarts whenever it is read. For any other data set, `StreamPart`
-    compares the first rows while it reads them. If workers read the rows, they cannot compare them,
-    so the first rows of any data set are compared here.
+    compares the first rows while it reads them. This is not possible in workers, because they run
+    no collectives. With workers, the first rows of any data set are therefore compared here.
 
     Args:
         data: The data set.

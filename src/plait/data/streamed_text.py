@@ -193,7 +193,7 @@ class StreamedSequences:
 
 
 class _TokenBuffer:
-    """Tokens of those documents of a block that belong to one split."""
+    """Tokens of the documents of one split in a block."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -190,7 +190,7 @@ def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engin
 def _build_scheduler(
     arguments: InitializeArguments, resolved: Resolved, optimizer: torch.optim.Optimizer
 ) -> tuple[Scheduler | None, ScheduleSource | None]:
-    """Return the LR scheduler, and the specification that it was built from, if there is one."""
+    """Return (LR scheduler or None, specification of the configuration's schedule or None)."""
     scheduler = arguments.lr_scheduler
     if callable(scheduler):
         scheduler = scheduler(optimizer)

@@ -97,9 +97,9 @@ class CalibrationResult:
     Attributes:
         rates: Rates of the device.
         runs: Step time of each layout.
-        waiting: Fraction of the time of data-parallel steps in which no rank computed. It is
-            measured on CPU cores. On GPUs, where it cannot be measured, it is 0. In most of this
-            time other programs used the cores; a small part is communication.
+        waiting: Fraction of the duration of a step during which no rank computed, for data-parallel
+            layouts. It can be measured on CPU cores only, and is 0 on GPUs. Most of this time other
+            programs used the cores; a small part is communication.
     """
 
     rates: DeviceRates
@@ -243,7 +243,7 @@ def _time_operations(
 
 
 def _measure_links(mesh: Mesh, seconds: float) -> tuple[float, float] | None:
-    """Return the latency of an all-reduce and its seconds per byte, or None for one process."""
+    """Return (latency, seconds per byte) of an all-reduce, or None for one process."""
     group = mesh.group("dp_replicate")
     if group is None or dist.get_world_size() == 1:
         return None
@@ -335,7 +335,7 @@ def time_steps(
 
 
 def _time_step(engine: Engine, batch: Any) -> tuple[float, float]:
-    """Return the largest wall-clock and processor seconds over all ranks. Collective."""
+    """Return the maxima over all ranks: (wall-clock seconds, processor seconds). Collective."""
     # All ranks start together, so that none waits for a late one inside the measured time.
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -91,7 +91,7 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 
     Args:
         scheduler: The schedule, or None.
-        source: The specification that it was built from, or None if the caller passed it.
+        source: Specification from which the schedule was built. None for a caller's schedule.
     """
     if scheduler is None:
         return None
@@ -115,7 +115,7 @@ class Resume:
         names: Names of the parameters of each group.
         saved_groups: Parameter groups of the checkpoint, with "params", "configured" and "now".
         scheduler: Schedule of this run, or None.
-        source: The specification that it was built from, or None if the caller passed it.
+        source: Specification from which the schedule was built. None for a caller's schedule.
         saved_schedule: Schedule of the checkpoint (`schedule_facts`).
         steps: Number of updates that were applied when the checkpoint was written.
         notes: Descriptions of all differences to the checkpoint, filled by `groups`.

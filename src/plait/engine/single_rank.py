@@ -146,7 +146,8 @@ def run_single_rank(
         rank: The rank.
         samples: Samples per micro-batch.
         length: Tokens per sample.
-        real: Run on this machine's device instead of fake tensors. Parameters are not initialised.
+        real: Whether to run on this machine's device and not on fake tensors. Parameters are not
+            initialised.
         on_phase: Progress callback. Receives the name of the phase that starts.
 
     Raises:
@@ -418,7 +419,7 @@ def predict_messages(
         model: The model.
         parts: The model after all techniques were applied.
         pipeline: Pipeline stages of this rank.
-        micro_batch: A micro-batch of the shapes that will be run.
+        micro_batch: A micro-batch with the same shapes as those of the step.
     """
     hidden = boundary_activations(model, parts, micro_batch)
     for stage in range(pipeline.runtime.schedule.stages - 1):

@@ -296,8 +296,8 @@ def load_engine(
         folder: Folder of checkpoints.
         tag: Name of the checkpoint. None: the newest one that is not damaged.
         verify: How much of the checkpoint is compared with its hashes.
-        on_note: Called on every rank with a description of everything that resumes differently from
-            how it was saved. Without it the first rank warns.
+        on_note: Called on every rank with a description of each difference between the saved and
+            the resumed state. Without it the first rank warns.
         loader: This rank's data loader, or None.
 
     Returns:

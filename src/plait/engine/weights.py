@@ -31,10 +31,10 @@ def full_weights(
 
     Args:
         engine: The engine that trains the model.
-        model: Model on the same ranks that is read instead of the engine's model, such as a model
-            into which adapters were merged.
-        adapters: Names of the adapters on the model. If there are any, only their parameters and
-            buffers, and other parameters that are or were trained, are returned.
+        model: Model to read instead of the engine's model, such as one into which adapters were
+            merged. It must be on the same ranks.
+        adapters: Names of the adapters on the model. If there are any, the result has only their
+            parameters and buffers, and other parameters that are or were trained.
 
     Returns:
         Full tensors by name in the first process. Tied names share one tensor. The result is empty

@@ -2,8 +2,8 @@
 
 Accelerate counts processes and gathers from all of them. That is correct if every process has a
 batch of its own, and wrong under tensor and pipeline parallelism, where several processes share a
-batch. The Accelerator of this module therefore presents the data-parallel ranks to the Trainer as
-its processes.
+batch. The Accelerator of this module therefore tells the Trainer that the data-parallel ranks are
+the processes.
 
 `EngineOptimizerProxy` is the optimizer that LR schedulers and callbacks see. Its `step` steps the
 engine.

@@ -93,7 +93,7 @@ def step_of(
 
 
 class FilledStep(Iterator[Any]):
-    """Iterator over the micro-batches of a step that repeats the last one if there are too few.
+    """Iterator over the micro-batches of a step. If there are too few, it repeats the last one.
 
     Attributes:
         filled: Number of repetitions.

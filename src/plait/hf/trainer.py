@@ -378,8 +378,8 @@ class TrainerMixin(CheckpointMixin):
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of a step, and the number of items in all of them. Collective.
 
-        A stream that ends inside a step ends the step, too. Transformers would add the gradients
-        of the incomplete step to those of the next one. See Note [Life of a step].
+        If a stream ends inside a step, the step ends there too. Transformers would add the
+        gradients of the incomplete step to those of the next one. See Note [Life of a step].
         """
         self._batches = FilledStep(epoch_iterator)
         # Data sets and collators may draw random numbers.
@@ -511,7 +511,7 @@ class TrainerMixin(CheckpointMixin):
         return total.to(torch.float32)
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Return a tensor to which the optimizer step will write the norm. That step clips."""
+        """Return a tensor for the norm. The optimizer step clips, and writes the norm to it."""
         return self.optimizer.new_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

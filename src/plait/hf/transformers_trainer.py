@@ -4,8 +4,8 @@ The Trainer of Plait runs on Transformers 5.17 and newer. All decisions that dep
 are in this module. It tests which attributes exist. Where an attribute is missing, Plait behaves as
 the releases without that attribute do.
 
-The names that a script's own method reads (`reads`) show how its loss is scaled, and whether it
-calls the method of the Trainer.
+`reads` finds the names that a script's own method uses. They show how the script scales the loss,
+and whether its method calls the method of the Trainer.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def declared_scaling(trainer: Any) -> bool | None:
 def loss_is_scaled(trainer: Any, items: Any) -> bool:
     """Return True if `compute_loss`, not `training_step`, divides by `num_items_in_batch`.
 
-    Transformers before 5.19 does not read `loss_is_scaled_for_ga`. It makes the decision that later
-    releases make if this attribute is None.
+    Transformers before 5.19 does not read `loss_is_scaled_for_ga`. It then decides as later
+    releases do if this attribute is None.
     """
     declared = declared_scaling(trainer)
     if declared is not None:

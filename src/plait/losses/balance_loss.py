@@ -1,8 +1,8 @@
 """Router losses of a mixture-of-experts model, which are added to its token loss.
 
 `model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus
-`router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these over the
-micro-batches of all ranks, each weighted by its number of targets.
+`router_aux_loss_coef` times the balance loss. The loss of a step is the mean of these losses over
+the micro-batches of all ranks. Each micro-batch is weighted by its number of targets.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def with_balance_loss(
             itself, or None.
 
     Raises:
-        ConfigError: A setting needs a router loss that is computed from the statistics, and it
-            cannot be added to this loss.
+        ConfigError: A setting needs a router loss from `statistics`, but router losses cannot be
+            added to `loss`.
     """
     # A class of the user computes the loss itself.
     is_user_defined = not type(loss).__module__.startswith("plait.losses.")

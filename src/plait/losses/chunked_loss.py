@@ -152,8 +152,8 @@ def _sum_of_chunks(head: Head, chunks: Sequence[tuple[torch.Tensor, torch.Tensor
 def _computes_in_float16(logits: DeferredLogits) -> bool:
     """Return True if the head computes in float16.
 
-    Its gradients then overflow or vanish without the loss scale, which is known in the backward
-    only, so they cannot be computed in the forward.
+    Gradients then overflow or vanish unless the loss scale is applied. The loss scale is known in
+    the backward only, so the forward cannot compute the gradients.
     """
     device = logits.hidden.device.type
     autocast = (
@@ -250,7 +250,7 @@ def _refuse_lost_gradients(
     """Refuse a head whose gradients would be incomplete, or changed twice by a hook.
 
     Raises:
-        ModelError: A gradient would be lost. The error names the tensor by its shape, and a remedy.
+        ModelError: A gradient would be lost. The error contains the tensor's shape and a remedy.
     """
     for parameter in parameters:
         if has_tensor_hooks(parameter):
@@ -297,7 +297,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 class _GradientsInBackward(torch.autograd.Function):
-    """Sum over the chunks, which are recomputed in the backward.
+    """Autograd function that sums the chunks' losses, and recomputes the chunks in the backward.
 
     The loss scale is applied before anything is rounded to float16. Otherwise the gradient of a
     weight could overflow in a single chunk, and a lower loss scale would not prevent it.

@@ -1,8 +1,8 @@
 """Losses as (sum, weight), and the cross entropy of causal language models.
 
-Logits may be split along the vocabulary. `vocab_parallel_cross_entropy` never gathers them: ranks
-exchange three elements per token: first the largest logit, then the sum of exponentials and the
-target's logit together.
+Logits may be split along the vocabulary. `vocab_parallel_cross_entropy` never gathers them. For
+each token, ranks exchange three elements: first the largest logit, then the sum of exponentials
+together with the target's logit.
 
 Note [Weight of a loss]
     The engine divides every sum by the global weight of the step, so that a micro-batch with few
@@ -33,7 +33,7 @@ class Loss(Protocol):
     """Loss of a training step. See Note [Weight of a loss]."""
 
     def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Return the sum of the losses of a micro-batch, and its weight.
+        """Return (sum of the losses of a micro-batch, weight of the micro-batch).
 
         The sum is over all targets, 0-dimensional and with gradient.
         """

@@ -102,7 +102,7 @@ def plan_residual(
     Args:
         file: Configuration of the run. Its plan has the same name with the suffix `.plan.json`.
         checked: The run.
-        config: Configuration that the run was checked from.
+        config: Configuration from which `checked` was made.
         gpu: Name of the device in the catalogue, or `cpu`.
         per_node: Number of processes of this machine.
         say: Receives lines for the console.

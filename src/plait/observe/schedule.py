@@ -31,7 +31,7 @@ _STYLES = {
 
 
 def schedule_names() -> list[tuple[str, str, str]]:
-    """Return the name, the stages per rank and a summary of every schedule."""
+    """Return (name, stages per rank, summary) of every schedule."""
     return [(name, _stage_count(spec), spec.summary) for name, spec in SCHEDULES.items()]
 
 
@@ -45,8 +45,8 @@ def _stage_count(spec: ScheduleSpec) -> str:
 def timeline_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     """Return a timeline as plain values for `json.dumps`.
 
-    `peak_in_flight` is a number of micro-batches. With several stages per rank, the activations of
-    one micro-batch at one stage are a fraction: 1 / (stages per rank).
+    `peak_in_flight` is a number of micro-batches. With several stages per rank, a micro-batch whose
+    activations one stage holds counts as 1 / (stages per rank).
     """
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)

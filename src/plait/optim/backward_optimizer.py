@@ -69,7 +69,7 @@ class BackwardOptimizer(StepHook):
             handle.remove()
 
     def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """End the step, and return the norm of this rank's shard of each gradient of the step."""
+        """End the step. Return the norm of this rank's shard of every gradient, by parameter."""
         norms = self._norms
         self._norms = {}
         return norms

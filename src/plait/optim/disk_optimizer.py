@@ -129,7 +129,7 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """Return the largest number of states per parameter that have the parameter's shape.
+    """Return the largest number of states of one parameter that have the parameter's shape.
 
     The states are counted after a step on a small matrix and a small vector, because some
     optimizers (Adafactor, Muon) have different states for matrices and vectors.

@@ -3,9 +3,9 @@
 A step reads the moments, updates them and the parameter in float32 (float64 for float64
 parameters), and writes them back. The update uses the moments before they are rounded. Parameters
 are updated in chunks, so the step needs a few MiB besides the states, whatever the size of a
-parameter. States are plain tensors, or DTensors placed as the parameter is, so checkpoints load on
-any layout. The result of a block depends on that block only, and blocks are never split between
-ranks, so a step computes the same on every layout.
+parameter. States are plain tensors, or DTensors with the parameter's placements, so checkpoints
+load on any layout. The result of a block depends on that block only, and blocks are never split
+between ranks, so a step computes the same on every layout.
 
 The codecs quantize to 8 bits with a scale per block: a block is divided by its largest magnitude.
 int8 is the dynamic map of 8-bit Adam (arXiv 2110.02861, as in bitsandbytes and torchao): 256 levels

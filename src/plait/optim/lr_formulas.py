@@ -175,7 +175,7 @@ def lr_range_test(schedule: LRRangeTest, index: int, *, low: float) -> float:
 
 
 def cycle_halves(schedule: OneCycle) -> tuple[float, float]:
-    """Return the number of steps of the rising and the falling half."""
+    """Return the numbers of steps in the two halves of a cycle: (rising, falling)."""
     first = float(schedule.cycle_first_step_size)
     if schedule.cycle_second_step_size is None:
         return first, first
@@ -189,7 +189,7 @@ def cycle_height(schedule: OneCycle, index: int) -> float:
 
     Args:
         schedule: Parameters of the schedule.
-        index: Index from 0 to first + second - 1, with the results of `cycle_halves`.
+        index: Index from 0 to first + second - 1, where `cycle_halves` returns (first, second).
     """
     first, second = cycle_halves(schedule)
     total = first + second
@@ -215,8 +215,9 @@ def cycle_height(schedule: OneCycle, index: int) -> float:
 def one_cycle_lr(schedule: OneCycle, index: int, *, low: float, high: float) -> float:
     """Return low + (high - low) x height in the cycle.
 
-    After the cycle it is low / (1 + decay_lr_rate x intervals), where intervals is the number of
-    steps since the cycle divided by `decay_step_size`. If that size is 0, it is `low`.
+    After the cycle the rate is low / (1 + decay_lr_rate x intervals). Here intervals is the number
+    of steps since the cycle, divided by `decay_step_size`. If `decay_step_size` is 0, the rate
+    after the cycle is `low`.
     """
     total = sum(cycle_halves(schedule))
     if index < 0:

@@ -314,7 +314,7 @@ class _StepReader:
                 self._context.emit(CommunicationSelected(queued.step, queued.result.decided))
 
     def _wait(self, queued: _PendingStep) -> tuple[StepDone, float]:
-        """Wait for one step. Return its event and the request of `StopRequest.shared`.
+        """Wait for one step, and return (its event, the result of `StopRequest.shared`).
 
         Raises:
             NumbersError: The loss or the gradients are not finite, and `faults.non_finite` does not

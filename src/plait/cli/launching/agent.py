@@ -2,9 +2,9 @@
 
 torchrun performs the rendezvous, assigns the rank numbers, and starts, monitors and restarts the
 ranks. Two methods that torch documents for extensions of its agent are overridden: one reports the
-cause of a failed attempt first, and the other passes a signal to every rank once and waits up to
-`grace_seconds` until the ranks have written a checkpoint. When `launch` returns, none of its ranks
-runs.
+cause of a failed attempt before its other failures. The second one passes a signal to every rank
+once, and waits up to `grace_seconds` until the ranks have written a checkpoint. When `launch`
+returns, none of its ranks runs.
 
 Several machines use torch's rendezvous. It also works for one machine, but has two disadvantages
 there: it exchanges heartbeats with itself, which a busy machine can miss, and after a restart it
@@ -257,8 +257,9 @@ class Agent(LocalElasticAgent):
     def _signal_of_ranks(self, worker_group: WorkerGroup) -> signal.Signals | None:
         """Return the signal that ended ranks without reaching this process, or None.
 
-        All ended ranks then have exit code 128 + N, and the other ranks are expected to end after
-        the same step. If they do not end within the grace period, the result is None.
+        After signal N, all ranks that have ended have exit code 128 + N, and the other ranks are
+        expected to end after the same step. If the others do not end within the grace period, the
+        result is None.
         """
         codes = {
             _exit_code(worker.id) for worker in worker_group.workers if not _is_running(worker.id)

@@ -1,8 +1,8 @@
-"""Reports of failed ranks, in which the cause comes first, and of ranks that hang.
+"""Reports of failed ranks, with the cause first, and of ranks that hang.
 
 If one rank raises, the other ranks fail after it, because they lose a connection or receive a
-signal of the launcher. The cause is printed immediately and completely, and every other failure in
-one line. The module does not use torch: it reads the records that `worker` writes.
+signal of the launcher. The cause is printed immediately and completely. Every other failure is
+printed in one line. The module does not use torch: it reads the records that `worker` writes.
 
 A rank publishes on its board (`comm.hang.Board`) which operation it runs or waits for, and writes
 its stacks after a signal. Both work even if the rank is blocked while it holds the GIL. The
@@ -193,7 +193,7 @@ class Reporter:
         self._emit("plait: starting the ranks again")
 
     def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the exit codes of ranks whose process still runs some time after its failure.
+        """Return the exit codes of failed ranks whose process still runs after some time.
 
         Something keeps these processes from exiting, for example a thread or a communicator.
 
@@ -392,7 +392,7 @@ class RankWatch:
         self._last_poll = 0.0
 
     def hangs(self, processes: Mapping[int, int]) -> bool:
-        """Report a hang and return True if a rank has waited longer than its timeout.
+        """If a rank has waited longer than its timeout, report a hang and return True.
 
         Args:
             processes: Process ids by rank of this machine, including those that have ended.

@@ -1,9 +1,9 @@
 """Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
 The module imports no torch and reads neither the environment nor the network. `check` refuses
-settings that torchrun would accept and then ignore or hang on. `with_variables` adds the options
-that torchrun reads from environment variables to those of the command line. For example, Kubeflow
-sets `PET_NNODES` in every pod, which stands for `--nnodes`.
+settings that torchrun would silently ignore, or with which it would hang. `with_variables` adds to
+the options of the command line those that torchrun reads from environment variables. For example,
+Kubeflow sets `PET_NNODES`, which stands for `--nnodes`, in every pod.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _value_problems(settings: LaunchSettings) -> list[Problem]:
 
 
 def common_problems(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
-    """Return the problems of the settings that exist both with and without a hostfile."""
+    """Return the problems of settings that can be used with and without a hostfile."""
     rules = (
         (
             not 0 <= grace < math.inf,
@@ -356,7 +356,7 @@ def with_variables(options: Mapping[str, Any], environment: Mapping[str, str]) -
 
     Returns:
         All of `options`. Machines meet either at an endpoint or at a master address. If the command
-        line has one of the two, variables of the other are ignored. If only variables have them,
+        line sets one of the two, variables that set the other are ignored. If variables set both,
         the endpoint takes precedence, as in torchrun.
 
     Raises:

@@ -1,8 +1,8 @@
 """Launcher of the machines of a hostfile, over ssh.
 
 Every machine runs its own `plait launch --node-rank ...` in the same folder with the same Python.
-On this machine it is a child process. On the other machines it is started through the user's `ssh`
-with its keys and `~/.ssh/config`. The output of all machines is printed line by line with the name
+On this machine it is a child process. On the other machines it is started through `ssh` with the
+user's keys and `~/.ssh/config`. The output of all machines is printed line by line with the name
 of the machine. If the launch fails on one machine, it is ended on the others. If this process dies,
 its lifelines close and the launchers end themselves.
 
@@ -162,8 +162,8 @@ def node_command(launch: RemoteLaunch, index: int) -> list[str]:
 def node_environment(launch: RemoteLaunch, index: int) -> dict[str, str]:
     """Return the environment variables for machine `index`.
 
-    They are the exported variables. If the hostfile selects only some of the GPUs, the variable of
-    the visible GPUs is added.
+    They are the exported variables. If the hostfile selects other GPUs than the first ones of the
+    machine, the variable that lists the visible GPUs is added.
     """
     environment = dict(launch.exported or {})
     slots = launch.hosts[index].slots

@@ -1,10 +1,10 @@
 """Program of every rank: runs the user's script or module as `__main__` and records its failure.
 
 The launcher runs this file by its path, before anything of Plait or torch is imported, so that the
-script starts in the same interpreter state as with `python script.py`. An exception is
-written to the file that the launcher watches, because the launcher prints the first failure first.
-This process prints the exception only if there is no such file. The process never outlives its
-launcher.
+script starts in the same interpreter state as with `python script.py`. An exception is written to a
+file that the launcher watches, so that the launcher can print the failures of all ranks in the
+right order, the cause first. This process prints the exception only if there is no such file. The
+process never outlives its launcher.
 
     python worker.py LAUNCHER_PID script.py arguments...
     python worker.py LAUNCHER_PID -m module arguments...
@@ -127,7 +127,7 @@ def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
 
 
 def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
-    """Load a module as `python -m` does.
+    """Load a module as `python -m` does, and return (code, module object).
 
     For a package, its `__main__` is loaded. Imports are resolved from the current folder first.
     """

@@ -1,8 +1,8 @@
 """Dry run of one rank of a planned layout, compared with the planner's prediction.
 
 The engine builds and steps the rank without the other ranks. With fake tensors this needs no memory
-and no GPU; the prediction is then made for the operators of the device type of this machine. On a
-GPU (`--on-device`) kernels run, and time and memory are measured.
+and no GPU, and the planner predicts for the type of device that this machine has. On a GPU
+(`--on-device`) kernels run, and time and memory are measured.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
 def _micro_batches_to_peak(resolved: Resolved) -> int:
     """Return the number of micro-batches after which the memory of a step has reached its peak.
 
-    It is two without a pipeline, twice the number of ranks of a pipeline, and all micro-batches for
-    schedules that have all of them in flight.
+    Without a pipeline this is two, and with a pipeline twice the number of pipeline ranks. For a
+    schedule that has all micro-batches in flight, it is the number of accumulation steps.
     """
     count = resolved.batch.accumulation
     pp = resolved.layout.pp

@@ -56,7 +56,7 @@ _MIN_RULES = {"batch": "a step has at least one sample", "seq": "a sample has at
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """Request to the planner, the configuration that it was built from, and notes for the user."""
+    """Request to the planner, the configuration behind the request, and notes for the user."""
 
     request: Request
     base: dict[str, Any]
@@ -71,8 +71,8 @@ class PlanQuery:
 def process_count(config: Config) -> int:
     """Return the number of processes that a configuration starts on this machine by default.
 
-    It is the number in the file, else one per GPU. On a CPU it is the number of ranks that the
-    layout requires, or two.
+    It is the number in the file, else one per GPU. Without GPUs it is the number of ranks that the
+    layout requires, or, if the layout requires only one, `topology.default_processes`.
     """
     processes = config.run.processes if config.run is not None else "auto"
     if processes != "auto":
@@ -514,7 +514,7 @@ def refuse_auto(file: Path, overrides: list[str]) -> None:
 
 
 def _planned_for(path: Path) -> tuple[Mapping[str, Any], int] | None:
-    """Return the configuration and the number of devices that a planned file was planned for."""
+    """Return (configuration, number of devices) that a planned file was planned for."""
     try:
         if not path.is_file():
             return None

@@ -146,7 +146,7 @@ def _neighbour_rows(neighbours: list[Comparison]) -> list[list[str]]:
 
 
 def print_nothing_fits(plan: Plan) -> None:
-    """Print to standard error that no layout fits, and how much memory the smallest ones lack."""
+    """Print to standard error that no layout fits, and the memory that the smallest ones lack."""
     request = plan.request
     print(
         f"plait: nothing fits: {request.model.architecture.name} on {request.cluster}",
@@ -276,7 +276,7 @@ def print_calibration(
 
     Args:
         calibration: The fitted constants.
-        runs: Measured runs that they were fitted to.
+        runs: Measured runs to which the constants were fitted.
         priors: Priors of the fit. None for the shipped constants.
     """
     shipped = fitted_priors().constants

@@ -1,9 +1,9 @@
 """`plait doctor --validate`: finds the GPUs, runs the checks, shows and writes each result.
 
-The command itself does not touch a device. A separate process (`python -m
-plait.cli.validating.command`) prints the facts of the machine as one JSON object, because a driver
-can hang or end a process that queries it. The JSON report is rewritten after every check, so that
-it has all results so far, however the command ends.
+The command itself does not touch a device, because a driver can hang or end a process that queries
+it. A separate process (`python -m plait.cli.validating.command`) queries the devices and prints the
+properties of the machine as one JSON object. The JSON report is rewritten after every check, so
+that it has all results so far, however the command ends.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class DeepSpeedEngine(CheckpointMethods):
         return self.plait.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether each micro-batch is the last of its step, until the next call."""
+        """Until the next call, treat all micro-batches as the last of a step, or none of them."""
         self._boundary = is_boundary
 
     def zero_grad(self) -> None:

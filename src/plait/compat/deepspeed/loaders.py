@@ -39,8 +39,8 @@ class StreamLoader:
     samples do not suffice for all ranks, samples are repeated, as in torch's DistributedSampler.
     With `drop_last`, the last samples are dropped instead.
 
-    A script saves `state_dict()` in `client_state` of `engine.save_checkpoint`. The state is the
-    same on every rank and fits other layouts.
+    A script can pass `state_dict()` in `client_state` to `engine.save_checkpoint`. The state is the
+    same on every rank and can be loaded on other layouts.
     """
 
     def __init__(

@@ -159,9 +159,10 @@ def _set_local_rank(args: Any) -> None:
 
 
 def _convert_to_master_weights(model: nn.Module, resolved: Resolved) -> None:
-    """Convert float16 and bfloat16 parameters to float32 if the computation casts them.
+    """Convert float16 and bfloat16 parameters to float32 under mixed precision.
 
-    As under DeepSpeed, the optimizer then updates float32 master weights.
+    As under DeepSpeed, the optimizer then updates float32 master weights. Copies in the compute
+    dtype are made for the computation.
     """
     if resolved.precision.compute is not None:
         for parameter in model.parameters():

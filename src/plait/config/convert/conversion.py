@@ -98,7 +98,7 @@ def _translate(document: Document) -> Document:
 
 
 def _restore_names(document: TranslatedDocument, examined: ExaminedDocument) -> None:
-    """Replace Plait's keys with those of the other program in rows, problems and origins."""
+    """Name the other program's keys, not Plait's, in the rows, problems and origins."""
     translated = (*document.written, *document.defaults)
     # `examine` has a row per translated setting. The other program's keys have their own rows.
     other_rows = [row for row in examined.rows if row.key not in translated]

@@ -54,7 +54,7 @@ def refused(name: str, kind: Kind, why: str, remedy: str, *off: Any) -> ForeignK
 def renamed(
     name: str, kind: Kind, sets: Callable[[Any], Mapping[str, Any]], note: str = ""
 ) -> ForeignKey:
-    """Return a key with an equivalent in Plait, which the function `sets` returns."""
+    """Return a key with an equivalent in Plait. `sets` maps its value to Plait's settings."""
     return ForeignKey(name, Status.SUPPORTED, kind, note, sets=sets)
 
 

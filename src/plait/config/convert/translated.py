@@ -197,10 +197,10 @@ def parse_flag(value: Any) -> Any:
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> str | None:
-    """Set a dotted path in a tree, unless it has a different value.
+    """Set a dotted path in a tree, unless the path has a different value already.
 
     Returns:
-        The rule that the second value violates, or None if the path was set.
+        The rule that `value` violates, or None if the path was set.
     """
     *parents, last = path.split(".")
     section: Any = tree

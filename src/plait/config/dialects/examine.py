@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 @dataclass
 class WrittenValue:
-    """Value of a setting, and its name in the file."""
+    """Value of a setting, and the name of the setting in the file."""
 
     name: str
     value: Any
@@ -412,7 +412,7 @@ def _target(path: str) -> str:
 
 
 def _expand_short_forms(tree: Tree, target: str) -> None:
-    """Replace the short form of each section that may contain `target` with the section."""
+    """Expand the short form of each section that may contain `target` to the full section."""
     for section, expand in SHORT_FORMS.items():
         if section not in tree:
             continue

@@ -1,11 +1,12 @@
 """Index of all keys that a file may contain: the schema, the DeepSpeed table, and aliases.
 
 The index tells whether a dotted path is a setting or a section, which names a section contains, and
-which known name a misspelt one is close to. Each part of the index is built once.
+which known names are similar to a misspelt name. Each part of the index is built once.
 
 Aliases are other names of a setting: of DeepSpeed, Megatron and Accelerate, and legacy or misspelt
-keys. `examine` moves a value from its alias to the target, and refuses two names of a target whose
-values disagree. A target is a field or section of the schema, or a key of the DeepSpeed table.
+keys. `examine` moves a value from its alias to the target. It refuses a file in which two names of
+one target have different values. A target is a field or section of the schema, or a key of the
+DeepSpeed table.
 """
 
 from __future__ import annotations

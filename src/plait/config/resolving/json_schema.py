@@ -92,7 +92,7 @@ def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> N
 
 
 def _dereference(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """Return the object that a reference, or the X of `X | None`, refers to."""
+    """Return the object that a node refers to. The node may be a reference, or `X | None`."""
     for alternative in node.get("anyOf", []):
         if "$ref" in alternative:
             node = alternative

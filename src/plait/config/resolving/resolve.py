@@ -3,9 +3,9 @@
 Both are pure: they use no process group, no environment variable and no property of the machine.
 The number of processes is an argument. A `Resolved` records the source of every value.
 
-A file passes `source.read`, `examine` (its keys become those of the schema), the schema's checks
-(`validate_tree` turns pydantic's errors into Problems), and `outline`, whose parts are resolved in
-`resolved_parts` and `techniques`.
+A file goes through four stages: `source.read`; `examine`, which translates its keys to those of the
+schema; the checks of the schema, in which `validate_tree` turns pydantic's errors into Problems;
+and `outline`, which calls the functions in `resolved_parts` and `techniques`.
 
 Note [All problems are reported]
     A user should see all mistakes of a file at once. `examine` collects the problems of keys, and
@@ -209,7 +209,7 @@ def _split(text: str) -> tuple[str, str]:
 class Resolved(Policy):
     """Configuration in which every value is determined.
 
-    It contains no "auto", and None only where the field documents its meaning.
+    It contains no "auto". A field is None only if its docstring says what None means.
     """
 
     layout: Layout

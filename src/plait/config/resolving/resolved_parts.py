@@ -339,7 +339,7 @@ def _data_degrees(
 
 
 def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
-    """Return the second data-parallel degree if the first one, `name`, is `degree`."""
+    """Return the other data-parallel degree, given that the degree `name` is `degree`."""
     if dp % degree == 0:
         return dp // degree
 
@@ -761,7 +761,8 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
 def trackers(config: Config, run: RunSection) -> tuple[TrackerSpec, ...]:
     """Return the enabled trackers with all of their settings.
 
-    The defaults of the sections are DeepSpeed's. A file with a `run` section has other defaults.
+    The defaults are DeepSpeed's. If the file has a `run` section, the defaults of the output
+    folder, the job name and the Weights & Biases project are Plait's own.
     """
     specs = []
     for name in SECTIONS:
