@@ -209,7 +209,7 @@ def _candidates_from_pointer(
 
 
 def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder | None:
-    """Return the checkpoint `tag`, or the one to resume from, or None. See `candidates`."""
+    """Return the first of `candidates`, or None if there are none."""
     return next(iter(candidates(folder, tag)), None)
 
 
@@ -274,7 +274,7 @@ def _damaged(folder: Place) -> list[str]:
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:
-    """Return the content of LATEST, or None and the reason.
+    """Return (content of LATEST, ""), or (None, reason).
 
     The reason is empty if LATEST does not exist.
     """

@@ -5,8 +5,8 @@ Note [Life of a save]
        rank only. No tensor is copied.
     2. Rank 0 creates an unpublished folder and writes a random token to it (`commit.begin`). The
        other ranks receive the token and open the folder that holds it (`commit.join`). The token
-       tells this folder from one that a killed save left under the same name, which a shared file
-       system may still list.
+       distinguishes this folder from one that a killed save left under the same name. A shared file
+       system may still list the old folder.
     3. Every rank writes its tensors, hashes them while they are written, and syncs the file. Its
        list of tensors (`00000.json`) is written last, so that a rank whose list exists has
        finished.
@@ -239,8 +239,7 @@ class _Save:
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
-            The sha256 of the rank's manifest, the hash of shared tensors, and the hash of the
-            rank's own tensors.
+            (sha256 of the rank's manifest, hash of shared tensors, hash of the rank's own tensors).
         """
         if self._commit is None:
             self._commit = _wait_and_join(self._folder, self._tag, token)

@@ -292,7 +292,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's two numbers and two row seeds, one per lane, and its column key seed."""
+    """Return (number per lane, row key seed per lane, column key seed) of a tensor."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]

@@ -291,9 +291,9 @@ class _FactoredMatrix:
 class PowerSGDBuckets(_TwoMessageBuckets):
     """Buckets whose matrices are sent as two factors, with error feedback and warm start.
 
-    The results are those of torch's DDP hook. Unlike with the hook, the caller's thread issues all
-    collectives in a fixed order, and the left factors overlap with the backward. `factor_rank`
-    decides which matrices are sent uncompressed.
+    The results are those of torch's PowerSGD hook for DDP. Unlike with the hook, the caller's
+    thread issues all collectives in a fixed order, and the left factors overlap with the backward.
+    `factor_rank` decides which matrices are sent uncompressed.
 
     Args:
         group: The process group.

@@ -53,7 +53,7 @@ def score(
 
     Returns:
         One float32 tensor on the CPU per sequence: the log probabilities of all tokens but the
-        first, with the shape [tokens - 1], or with `vocabulary` the shape [tokens - 1, vocabulary].
+        first. The shape is [tokens - 1], or [tokens - 1, vocabulary] if `vocabulary` is set.
 
     Raises:
         InputError: A rank cannot serve the call. The error is raised on all ranks.

@@ -265,8 +265,8 @@ def _find_count(
     The module is searched first, then its configuration, then the configuration of the model.
 
     Returns:
-        The value, and the name to show to users. If a field of the model's configuration has the
-        same value, this is the name of the field, otherwise the name of the attribute.
+        (value, name to show to users). If a field of the model's configuration has the same value,
+        the name is that of the field, otherwise that of the attribute.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):

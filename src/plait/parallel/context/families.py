@@ -210,7 +210,10 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in parameters, which may be nested by layer type."""
+    """Yield the RoPE types in the RoPE parameters of a configuration.
+
+    The parameters may be nested by layer type.
+    """
     if not isinstance(parameters, Mapping):
         return
     rope_type = parameters.get("rope_type", parameters.get("type"))

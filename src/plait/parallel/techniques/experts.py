@@ -28,10 +28,10 @@ Note [Traffic of expert parallelism]
     With sequence parallelism each rank keeps the results and the gradients of its tokens, and only
     gradients of routing weights are gathered.
 
-    An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
-    all-to-all. Ranks whose experts receive more tokens send back more results. The sum over all
-    ranks stays below n / (n-1) times the sum of these formulas. `Recompute.account` adds the
-    collectives that recomputation repeats.
+    The bytes of an all-to-all are counted as those of a reduce-scatter, because Plait's
+    reduce-scatter for gloo is an all-to-all (`comm.collectives`). Ranks whose experts receive more
+    tokens send back more results. The sum over all ranks stays below n / (n-1) times the sum of
+    these formulas. `Recompute.account` adds the collectives that recomputation repeats.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ExpertParallel(Technique):
         return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook for adapters on experts, and the hook that sums gradients of experts."""
+        """Return the hooks that support adapters on experts and that sum gradients of experts."""
         hooks: list[StepHook] = []
         if parts.expert_adapters is not None:
             hooks.append(parts.expert_adapters)
@@ -483,7 +483,10 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged, because it ignores messages of a few values per expert."""
+        """Return the ledger unchanged.
+
+        Messages of a few values per expert are not counted.
+        """
         return ledger
 
 

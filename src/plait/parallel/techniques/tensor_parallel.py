@@ -398,8 +398,8 @@ def _mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
     """Gather every marked tensor in the output of a module. See Note [Marked outputs].
 
-    All ranks compute the same from a gathered tensor. The gradient of a rank's part is therefore
-    a slice of the gradient of the gathered tensor.
+    All ranks compute the same results from a gathered tensor. The gradient of a rank's part is
+    therefore a slice of the gradient of the gathered tensor.
     """
 
     def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:
