@@ -217,8 +217,8 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     """Delete remains of interrupted deletions, and all complete checkpoints but the `keep` newest.
 
     The checkpoint that LATEST names is never deleted. Copies under other names, and folders with
-    files that a save does not write, belong to the user: they are not deleted, and do not count as
-    checkpoints to keep. One rank calls this after a save. A failure only causes a warning.
+    files that a save does not write, belong to the user: they are not deleted, and are not among
+    the `keep` checkpoints. One rank calls this after a save. A failure only causes a warning.
 
     Args:
         folder: Folder of checkpoints.

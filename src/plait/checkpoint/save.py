@@ -15,8 +15,8 @@ Note [Life of a save]
 
     Steps 2 to 4 run in `run_on_all_ranks`, so an error of one rank is raised on all of them and
     rank 0 deletes the unfinished folder. Until LATEST is replaced, all earlier checkpoints can be
-    loaded, one of the same tag under the name `.TAG.replaced`. If the process dies, the next save
-    of the tag or `prune` deletes what it left.
+    loaded. One of the same tag is then named `.TAG.replaced`. If the process dies, the next save of
+    the tag or `prune` deletes what it left.
 
 Note [Asynchronous save]
     `Writer.begin` copies the tensors of the snapshot to host memory. A thread with its own process
@@ -71,8 +71,8 @@ _FAILED = 2
 class Snapshot:
     """Part of a checkpoint that this rank writes.
 
-    The tensors are those of the live model unless they were staged, so the snapshot must be written
-    before the next step.
+    Unless the tensors were copied to host memory, they are those of the live model, and the
+    snapshot must be written before the next step.
     """
 
     folder: Place

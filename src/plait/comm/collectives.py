@@ -482,7 +482,7 @@ class AsyncAllReduce:
 
 
 class AsyncMaximum:
-    """Maximum over ranks, whose all-reduce starts when the object is created. Collective.
+    """Maximum over ranks. Its all-reduce starts when the object is created. Collective.
 
     Creating the object does not wait for the device. `value` waits for the all-reduce, but not for
     kernels that are queued after the object was created.

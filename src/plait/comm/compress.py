@@ -467,8 +467,9 @@ def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
 def factor_rank(shape: Sequence[int], rank: int) -> int:
     """Return the rank of a tensor's factors, or 0 if it is sent uncompressed.
 
-    The tensor is treated as a matrix whose rows are its first dimension. It is sent uncompressed if
-    the factors would have at least half as many elements as the tensor.
+    The tensor is treated as a matrix: its first dimension gives the rows, and all other dimensions
+    together give the columns. It is sent uncompressed if the factors would have at least half as
+    many elements as the tensor.
 
     Args:
         shape: Shape of the tensor.

@@ -218,7 +218,7 @@ class ComparedCollectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator. If it is a collective, first compare the call with other ranks."""
+        """Run an operator. If it is a collective, compare it with the other ranks' calls first."""
         # DTensor turns its operators into plain ones, which are dispatched here again.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

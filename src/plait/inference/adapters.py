@@ -243,7 +243,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter, which must have a `peft_type`."""
+    """Return the configuration of an adapter, and check that it has a `peft_type`."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         config["peft_type"]  # other files of this name have none

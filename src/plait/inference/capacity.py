@@ -122,7 +122,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """Requests that a KV cache must hold: their number, length and element size."""
+    """Number and length of the requests that a KV cache must hold, and the cache's element size."""
 
     requests: int
     tokens: int

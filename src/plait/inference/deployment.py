@@ -463,7 +463,7 @@ def catalogued_gpu() -> DeviceSpec | None:
 
 
 class DoesNotFit(InputError):
-    """The model does not fit on the devices in any placement."""
+    """Raised if the model does not fit on the devices in any placement."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class _Scorer:
         logprobs: torch.Tensor | None = None
 
         def compute() -> torch.Tensor:
-            """Compute `logprobs`, and return the tensor [width, 1 for float64 or 0 for float32]."""
+            """Compute `logprobs`, and return its width and dtype as a tensor of two integers."""
             nonlocal logprobs
             # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])

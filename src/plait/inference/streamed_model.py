@@ -78,7 +78,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """The budget is too small for the streamed layers and everything else."""
+    """Raised if the budget is too small for the streamed layers and everything else."""
 
 
 def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:

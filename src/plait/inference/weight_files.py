@@ -311,9 +311,9 @@ def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> It
 
 
 def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) -> bool:
-    """Return True if the bytes of a part from `position` on can be read with the same block.
+    """Return True if the bytes of a part from `position` on can be appended to a block.
 
-    The block may have at most `limit` bytes.
+    The longer block may have at most `limit` bytes.
     """
     if block.path != part.stored.path or position >= block.low + limit:
         return False

@@ -2,7 +2,7 @@
 
 Note [Slots of streamed weights]
     There are `SLOTS` slots: memory for the weights of a block on the device where the model
-    computes. When a block has run, its slot is filled for the next block that has none, in the
+    computes. When a block has run, its slot is filled for the next block without a slot, in the
     order in which blocks run. The last block of a token is followed by the first block of the next
     token. The parameters of a block are views of its slot while it runs, and empty otherwise.
     Results are those of the model in memory, bit for bit, because only the place of the weights

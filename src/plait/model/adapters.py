@@ -46,7 +46,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, Any]:
-    """Return the wrapper of every adapted parameter (PEFT's `target_parameters`), by parameter.
+    """Return the wrapper of every adapted parameter (`target_parameters`), by parameter name.
 
     The wrappers of several parameters of one module are nested.
     """

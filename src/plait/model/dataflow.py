@@ -154,7 +154,7 @@ class Dataflow:
 
 
 class Untraceable(ModelError):
-    """The forward of a model cannot run without its weights."""
+    """Raised if the forward of a model cannot run without its weights."""
 
 
 @dataclass

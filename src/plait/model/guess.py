@@ -418,7 +418,7 @@ def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generat
 def _part_of(
     full: nn.Module, split: Mapping[str, Style], index: int, parts: int, counts: Sequence[str]
 ) -> nn.Module:
-    """Return one rank's part of a module, for `parts` ranks, whose outputs are not summed.
+    """Return the part of a module on rank `index` of `parts` ranks. Its output is not summed.
 
     Only the first part adds the bias of the row-split layer. Replicated parameters are shared with
     `full`.

@@ -234,7 +234,7 @@ def possible_degrees(attentions: Sequence[Attention]) -> str:
 
 
 def _violated_rule(attention: Attention, tp: int) -> str | None:
-    """Return the rule of Note [Heads per rank] that a degree violates, with its numbers."""
+    """Return the rule of Note [Heads per rank] that a degree violates, or None."""
     heads = attention.heads
     kv_heads = attention.kv_heads
     if heads is None or kv_heads is None:

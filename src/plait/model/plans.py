@@ -279,7 +279,7 @@ def small_split_warning(
     Args:
         plan: The plan.
         model: The model of the plan.
-        excluded: Names of parameters that do not count, because other axes split them.
+        excluded: Names of parameters that are ignored, because other axes split them.
 
     Returns:
         The text of the warning, or None.

@@ -4,10 +4,10 @@
 then calls the collective. The all-reduce owns the buffers that the gradient reducer fills.
 
 Note [Words in turn]
-    Each rank announces a call in a word of shared memory and waits for the words of all other
-    ranks. A rank may write the word of the next call before another rank has read the words of this
-    call, but not the word of the call after that. Calls therefore use two words in turn, so that no
-    word is overwritten before all ranks have read it.
+    Each rank announces a call in a word (an int64 in shared memory) and waits for the words of all
+    other ranks. A rank may write the word of the next call before another rank has read the words
+    of this call, but not the word of the call after that. Calls therefore use two words in turn, so
+    that no word is overwritten before all ranks have read it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Slots:
     Args:
         host: Ranks of the group.
         word_count: Number of words per rank, see `_announce` for the first four.
-        slots: Number of slots, which have equal sizes.
+        slots: Number of slots. All slots have the same size.
     """
 
     def __init__(self, host: SharedMemoryGroup, *, word_count: int, slots: int) -> None:

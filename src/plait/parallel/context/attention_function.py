@@ -241,7 +241,7 @@ def _flash_attention(
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of a micro-batch in FlashAttention's form, with all rows concatenated.
+    """Documents of a micro-batch in the format of FlashAttention, with all rows concatenated.
 
     Attributes:
         bounds: Start of each document, and end of the last one: [documents + 1] int32, on the

@@ -596,8 +596,8 @@ def exchange_heads(
         key: [batch, kv_heads, tokens / n, head_dim].
         value: [batch, kv_heads, tokens / n, width].
         place: Layout and process group.
-        compute: Returns the output of queries, keys and values of complete sequences for the heads
-            of this rank.
+        compute: Function that computes the attention output from queries, keys and values of
+            complete sequences, for the heads of this rank.
 
     Returns:
         [batch, heads, tokens / n, width].

@@ -18,11 +18,11 @@ Note [Traffic of context parallelism]
                               key-value heads repeated until n divides their number
                     backward: the same
 
-    The bytes of an all-to-all are counted as those of a reduce-scatter, because Plait's
-    reduce-scatter for gloo is an all-to-all (`comm.collectives`). `Recompute.account` adds the
-    collectives that recomputation repeats. Sequence lengths are assumed to be divisible by the
-    number of chunks. A parameter's gradient is all-reduced once per step, after data parallelism
-    has reduced and sharded it.
+    The bytes of an all-to-all are counted under reduce-scatter, because Plait's reduce-scatter for
+    gloo is an all-to-all (`comm.collectives`). `Recompute.account` adds the collectives that
+    recomputation repeats. Sequence lengths are assumed to be divisible by the number of chunks. A
+    parameter's gradient is all-reduced once per step, after data parallelism has reduced and
+    sharded it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ other parameters are split, replicated or sharded over the first mesh. The gradi
 summed over the `edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a
 reduce-scatter.
 
-A router may add a bias per expert to its scores when it selects experts, which balances experts
+A router may add a bias per expert to its scores when it selects experts. This balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts with fewer tokens
 than the mean, and lowered for experts with more. The classes of Transformers have the bias, but
 never change it.
@@ -28,10 +28,10 @@ Note [Traffic of expert parallelism]
     With sequence parallelism each rank keeps the results and the gradients of its tokens, and only
     gradients of routing weights are gathered.
 
-    The bytes of an all-to-all are counted as those of a reduce-scatter, because Plait's
-    reduce-scatter for gloo is an all-to-all (`comm.collectives`). Ranks whose experts receive more
-    tokens send back more results. The sum over all ranks stays below n / (n-1) times the sum of
-    these formulas. `Recompute.account` adds the collectives that recomputation repeats.
+    The bytes of an all-to-all are counted under reduce-scatter, because Plait's reduce-scatter for
+    gloo is an all-to-all (`comm.collectives`). Ranks whose experts receive more tokens send back
+    more results. The sum over all ranks stays below n / (n-1) times the sum of these formulas.
+    `Recompute.account` adds the collectives that recomputation repeats.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ parameters stay plain tensors, with equal values and gradients on every rank of 
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has only those of its heads. Both are plain
+    shards, and attention weights, which each rank has only for its own heads. Both are plain
     tensors while the model runs. A mark on such a tensor records the dimension along which it is
     sharded. Marked tensors are gathered when the model returns them, so that a loss has the same
     value as in a single process.
