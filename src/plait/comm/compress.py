@@ -468,8 +468,8 @@ def factor_rank(shape: Sequence[int], rank: int) -> int:
     """Return the rank of a tensor's factors, or 0 if it is sent uncompressed.
 
     The tensor is treated as a matrix: its first dimension gives the rows, and all other dimensions
-    together give the columns. It is sent uncompressed if the factors would have at least half as
-    many elements as the tensor.
+    together give the columns. The tensor is sent uncompressed if the factors would have at least
+    half as many elements as the tensor.
 
     Args:
         shape: Shape of the tensor.

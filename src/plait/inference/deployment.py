@@ -150,7 +150,7 @@ class Deployment:
 
 
 def local_devices() -> Devices:
-    """Return the devices of this machine and the memory that is currently free."""
+    """Return the devices of this machine, with the memory that is currently free."""
     on_gpu = bool(device_count())
     free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
     free_on_host = free_host_bytes()

@@ -464,7 +464,7 @@ class _RingBlocks:
         yield 0, block
 
     def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and of the values."""
+        """Return (view of the keys, view of the values)."""
         return kv[..., : self._width], kv[..., self._width :]
 
     def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, AttentionBlock]]:
