@@ -173,7 +173,7 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
 
     Raises:
         OSError: The folder cannot be created.
-        CheckpointError: Something other than a checkpoint has the name.
+        CheckpointError: Something other than a checkpoint has the name `tag`.
     """
     if isinstance(folder, StorePath):
         existing = folder.sizes()
@@ -233,7 +233,9 @@ def _are_saved_files(names: Iterable[str]) -> bool:
 
 
 def delete_checkpoint(path: Place) -> None:
-    """Delete a checkpoint. If interrupted, it leaves a complete checkpoint or an unfinished folder.
+    """Delete a checkpoint.
+
+    An interrupted call leaves either a complete checkpoint or an unfinished folder.
 
     Raises:
         OSError: A file cannot be deleted.

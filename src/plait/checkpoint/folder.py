@@ -209,7 +209,7 @@ def _candidates_from_pointer(
 
 
 def find_checkpoint(folder: Place, tag: str | None = None) -> CheckpointFolder | None:
-    """Return the checkpoint `tag`, or the one to resume from, or None. See `candidates`."""
+    """Return the first of `candidates`, or None if there are none."""
     return next(iter(candidates(folder, tag)), None)
 
 
@@ -217,8 +217,8 @@ def remove_old(folder: Place, *, keep: int, checks_files: bool = False) -> None:
     """Delete remains of interrupted deletions, and all complete checkpoints but the `keep` newest.
 
     The checkpoint that LATEST names is never deleted. Copies under other names, and folders with
-    files that a save does not write, belong to the user: they are not deleted, and do not count as
-    checkpoints to keep. One rank calls this after a save. A failure only causes a warning.
+    files that a save does not write, belong to the user: they are not deleted, and are not among
+    the `keep` checkpoints. One rank calls this after a save. A failure only causes a warning.
 
     Args:
         folder: Folder of checkpoints.
@@ -274,7 +274,7 @@ def _damaged(folder: Place) -> list[str]:
 
 
 def _pointer(folder: Place) -> tuple[Pointer | None, str]:
-    """Return the content of LATEST, or None and the reason.
+    """Return (content of LATEST, ""), or (None, reason).
 
     The reason is empty if LATEST does not exist.
     """

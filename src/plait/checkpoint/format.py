@@ -288,7 +288,8 @@ class ShardReader:
     def _check_offsets(self, header: dict[str, Any], start: int) -> None:
         """Raise CheckpointError unless header and manifest agree on the position of every tensor.
 
-        Hashes cover the ranges of the manifest, but tensors are read from those of the header.
+        Hashes cover the ranges that the manifest lists, but tensors are read from the ranges that
+        the header lists.
 
         Args:
             header: Header of the safetensors file.

@@ -139,7 +139,7 @@ def checkpoints_of(place: Place) -> Place:
 
 
 def verify(checkpoint: CheckpointFolder, progress: Progress) -> None:
-    """Compare every byte with its hash, and all tensors with the content hash.
+    """Compare all files with their hashes, and all tensors with the content hash.
 
     Args:
         checkpoint: The checkpoint.

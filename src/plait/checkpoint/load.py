@@ -120,7 +120,7 @@ class Reader:
             verify_shards(self._file(file_rank), shards, names=names)
 
     def content(self) -> tuple[str, str]:
-        """Compute two content hashes: of model and optimizer, and of the ranks' own tensors.
+        """Return (content hash of model and optimizer, content hash of the ranks' own tensors).
 
         Raises:
             CheckpointError: A file cannot be read.

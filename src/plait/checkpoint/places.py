@@ -7,7 +7,8 @@ regions and endpoints are configured as that library documents.
 
 All calls of the file system go through `FILES`. Tests replace it with a file system that is full,
 slow or read-only, that fails, or that ends the process at one of the calls. No other module of
-`plait.checkpoint` changes files, so that a power loss leaves complete checkpoints intact.
+`plait.checkpoint` changes files. A power loss leaves complete checkpoints intact, because calls are
+in the order of Note [Order of syncs].
 
 Note [Order of syncs]
     In a file system, every file and its folder are on the disk before a rename publishes them, and

@@ -5,8 +5,8 @@ Note [Life of a save]
        rank only. No tensor is copied.
     2. Rank 0 creates an unpublished folder and writes a random token to it (`commit.begin`). The
        other ranks receive the token and open the folder that holds it (`commit.join`). The token
-       tells this folder from one that a killed save left under the same name, which a shared file
-       system may still list.
+       distinguishes this folder from one that a killed save left under the same name. A shared file
+       system may still list the old folder.
     3. Every rank writes its tensors, hashes them while they are written, and syncs the file. Its
        list of tensors (`00000.json`) is written last, so that a rank whose list exists has
        finished.
@@ -15,8 +15,8 @@ Note [Life of a save]
 
     Steps 2 to 4 run in `run_on_all_ranks`, so an error of one rank is raised on all of them and
     rank 0 deletes the unfinished folder. Until LATEST is replaced, all earlier checkpoints can be
-    loaded, one of the same tag under the name `.TAG.replaced`. If the process dies, the next save
-    of the tag or `prune` deletes what it left.
+    loaded. One of the same tag is then named `.TAG.replaced`. If the process dies, the next save of
+    the tag or `prune` deletes what it left.
 
 Note [Asynchronous save]
     `Writer.begin` copies the tensors of the snapshot to host memory. A thread with its own process
@@ -71,8 +71,8 @@ _FAILED = 2
 class Snapshot:
     """Part of a checkpoint that this rank writes.
 
-    The tensors are those of the live model unless they were staged, so the snapshot must be written
-    before the next step.
+    Unless the tensors were copied to host memory, they are those of the live model, and the
+    snapshot must be written before the next step.
     """
 
     folder: Place
@@ -239,8 +239,7 @@ class _Save:
             counted: Tensors that an earlier pipeline stage adds to the content hash.
 
         Returns:
-            The sha256 of the rank's manifest, the hash of shared tensors, and the hash of the
-            rank's own tensors.
+            (sha256 of the rank's manifest, hash of shared tensors, hash of the rank's own tensors).
         """
         if self._commit is None:
             self._commit = _wait_and_join(self._folder, self._tag, token)

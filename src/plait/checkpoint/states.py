@@ -51,7 +51,7 @@ StateAllocator = Callable[[nn.Parameter, str, torch.dtype], torch.Tensor]
 def save_trained_only(model: nn.Module) -> None:
     """Restrict checkpoints of a model to the parameters that are currently not frozen.
 
-    Used for adapters: the base model has a folder of its own, from which a resumed run loads it.
+    This is used for adapters. A resumed run loads the base model from the base model's own folder.
     """
     frozen = frozenset(
         name
@@ -77,7 +77,7 @@ def model_content(
             called, because the optimizer has them now.
 
     Returns:
-        Tensors under `model.<name>`, and JSON values of modules.
+        (tensors by the key `model.<name>`, JSON values of modules).
 
     Raises:
         CheckpointError: A value cannot be encoded.

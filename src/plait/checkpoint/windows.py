@@ -11,16 +11,17 @@ Each rank hashes the shards it has, and the sum of the ranks' hashes (128 bits) 
 checkpoint.
 
 Note [Content hash]
-    A tensor is treated as rows along its last dimension. A row consists of signed, little-endian
-    words of at most 4 bytes. The hash has two lanes, each a sum modulo 2^64. Every word adds
+    A tensor is treated as rows along its last dimension. A row consists of words: signed,
+    little-endian integers of at most 4 bytes. The hash has two lanes, each a sum modulo 2^64. Every
+    word adds
 
         value * key(column of the word) * row_key(lane, index of its row in the full tensor)
 
     to each lane. Every tensor also adds a number that depends on its identity, so that a tensor of
     zeros also changes the hash. The keys are odd and depend on name, dtype and shape of the tensor.
-    An element that changes, moves, is missing or is counted twice therefore changes the sum.
-    Padding has no index and is not hashed. The hash detects mistakes. It does not withstand an
-    attacker, who can construct tensors with any sum.
+    An element that changes, moves, is missing or is added twice therefore changes the sum. Padding
+    has no index and is not hashed. The hash detects mistakes. It does not withstand an attacker,
+    who can construct tensors with any sum.
 """
 
 from __future__ import annotations
@@ -260,7 +261,8 @@ class ContentHash:
             name: Name of the tensor in the checkpoint.
             record: Record of the full tensor.
             window: Part of the full tensor that the blocks are taken from.
-            is_first: Whether this is the tensor's first part, which also adds the tensor's number.
+            is_first: Whether this is the tensor's first part. The first part also adds the number
+                that depends on the tensor's identity.
         """
         tensor_numbers, row_seeds, column_seed = _seeds(name, record)
         if is_first:
@@ -292,7 +294,7 @@ class ContentHash:
 
 
 def _seeds(name: str, record: TensorRecord) -> tuple[Keys, Keys, np.uint64]:
-    """Return a tensor's two numbers and two row seeds, one per lane, and its column key seed."""
+    """Return (number per lane, row key seed per lane, column key seed) of a tensor."""
     identity = f"{name}\0{record.dtype}\0{','.join(map(str, record.shape))}".encode()
     seeds = np.frombuffer(hashlib.blake2b(identity, digest_size=40).digest(), dtype="<u8")
     return seeds[:2], seeds[2:4], seeds[4]

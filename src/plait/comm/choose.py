@@ -160,9 +160,10 @@ class Level:
 
     The costs of `all_reduce`, `all_gather` and `reduce_scatter` are functions of the bytes of the
     full tensor. The cost of `exchange` is a function of the bytes that a rank sends to the next
-    rank while it receives as many. `far_exchange`, which requires several machines, is the same
-    with a rank of another machine, by all ranks at once. Measured all-reduce algorithms have the
-    names that `comm.all_reduce` defines, or `shared-memory`, `int8` and `int4`.
+    rank while it receives as many. `far_exchange` is an exchange with a rank of another machine
+    that all ranks perform at once. It exists only if there are several machines. Measured
+    all-reduce algorithms have the names that `comm.all_reduce` defines, or `shared-memory`, `int8`
+    and `int4`.
 
     Attributes:
         ranks: Number of ranks.
@@ -420,8 +421,8 @@ def choose_buckets(
     """Return the cheapest algorithm and bucket size for gradients that are summed in buckets.
 
     A bucket is sent when the backward has filled it. Smaller buckets start earlier, but each adds a
-    fixed time. The size matters most if the backward takes as long as the all-reduce T(G) of all
-    gradients G. The sum of N buckets then ends T(G) / N + N T(G / N) after the backward has
+    fixed time. The size matters most if the backward takes T(G) seconds, as long as one all-reduce
+    of all gradients G. The sum of N buckets then ends T(G) / N + N T(G / N) after the backward has
     started. For T(x) = a + b x the minimum of this time is at N = sqrt(b G / a).
 
     Args:

@@ -17,9 +17,10 @@ adjoint.
     leave_scatter  reduce-scatter along dim  all-gather                partial output that becomes
                                                                        sequence shards
 
-`gather` requires that all ranks compute the same from its output, and `split` that its input is the
-same on all ranks. With `gather_sum` ranks may compute different results from the output, whose
-gradients are summed. Shards have the sizes that `torch.chunk` gives them, which may be uneven.
+`gather` requires that all ranks compute the same values from its output. `split` requires that its
+input is the same on all ranks. With `gather_sum`, ranks may compute different values from the
+output, and the gradients of the output are summed. Shards have the sizes that `torch.chunk` gives
+them, which may be uneven.
 
 `reduce_scatter` for gloo is an all-to-all and a local sum. It sends the same bytes as gloo's own
 reduce-scatter in less than half the time (measured at 4 to 16 MB on 2 and 4 ranks of one machine).
@@ -90,7 +91,8 @@ def add_in_order(addends: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
     Args:
         addends: Tensors [n] of one dtype.
         outputs: Tensors with the shape and the dtype of the addends. The first output may be the
-            first addend, and the others may be any addends.
+            same tensor as the first addend. Every other output may be the same tensor as any
+            addend.
     """
     first, second, *further = addends
     dtype = first.dtype
@@ -480,7 +482,7 @@ class AsyncAllReduce:
 
 
 class AsyncMaximum:
-    """Maximum over ranks, whose all-reduce starts when the object is created. Collective.
+    """Maximum over ranks. Its all-reduce starts when the object is created. Collective.
 
     Creating the object does not wait for the device. `value` waits for the all-reduce, but not for
     kernels that are queued after the object was created.

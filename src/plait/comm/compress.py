@@ -291,9 +291,9 @@ class _FactoredMatrix:
 class PowerSGDBuckets(_TwoMessageBuckets):
     """Buckets whose matrices are sent as two factors, with error feedback and warm start.
 
-    The results are those of torch's DDP hook. Unlike with the hook, the caller's thread issues all
-    collectives in a fixed order, and the left factors overlap with the backward. `factor_rank`
-    decides which matrices are sent uncompressed.
+    The results are those of torch's PowerSGD hook for DDP. Unlike with the hook, the caller's
+    thread issues all collectives in a fixed order, and the left factors overlap with the backward.
+    `factor_rank` decides which matrices are sent uncompressed.
 
     Args:
         group: The process group.
@@ -467,8 +467,9 @@ def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
 def factor_rank(shape: Sequence[int], rank: int) -> int:
     """Return the rank of a tensor's factors, or 0 if it is sent uncompressed.
 
-    The tensor is treated as a matrix whose rows are its first dimension. It is sent uncompressed if
-    the factors would have at least half as many elements as the tensor.
+    The tensor is treated as a matrix: its first dimension gives the rows, and all other dimensions
+    together give the columns. The tensor is sent uncompressed if the factors would have at least
+    half as many elements as the tensor.
 
     Args:
         shape: Shape of the tensor.

@@ -130,7 +130,7 @@ def run_on_all_ranks(
         error_class: Class of the error that is raised.
 
     Returns:
-        This rank's result, and the bytes of every rank, padded with zeros to 64.
+        (this rank's result, bytes of every rank). The bytes of a rank are padded with zeros to 64.
 
     Raises:
         PlaitError: The work of a rank failed. All ranks raise an `error_class` with the message of
@@ -218,7 +218,7 @@ class ComparedCollectives(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator. If it is a collective, first compare the call with other ranks."""
+        """Run an operator. If it is a collective, compare it with the other ranks' calls first."""
         # DTensor turns its operators into plain ones, which are dispatched here again.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

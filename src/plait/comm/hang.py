@@ -84,7 +84,7 @@ class Wait:
     seen: float = math.inf
 
     def is_same_collective(self, other: Wait) -> bool:
-        """Return True if another rank waits for the same collective."""
+        """Return True if the wait of another rank is for the same collective."""
         return (self.operation, self.axis, self.members, self.sequence) == (
             other.operation,
             other.axis,
@@ -383,7 +383,10 @@ def _waiting_ranks(readings: Mapping[int, BoardContent], now: float) -> list[Wai
 
 
 def _detail_order(wait: Wait) -> tuple[bool, bool, float]:
-    """Return a sort key: waits with known missing ranks first, then waits with known members."""
+    """Return a sort key by which waits with more details come first.
+
+    Waits with known missing ranks precede waits with known members.
+    """
     return wait.missing is None, not wait.members, wait.since
 
 
@@ -468,7 +471,7 @@ def describe_cause(
 
 
 def _place(ranks: Sequence[int], readings: Mapping[int, BoardContent]) -> str:
-    """Return the step and the phase of ranks, or an empty string if the ranks differ in them."""
+    """Return the step and the phase of ranks, or an empty string if the ranks differ."""
     steps = {readings[rank].step for rank in ranks if rank in readings}
     phases = {PHASES[readings[rank].phase] for rank in ranks if rank in readings}
     if len(steps) != 1 or len(phases) != 1:

@@ -10,8 +10,8 @@ Note [Rounds of a measurement]
     sizes are left out.
 
 At the start of a run `find_links` measures the costs of its links, or reads them from the file of
-an earlier run. Stored costs are used for the same ranks on the same machines, if the times of a
-probe with two sizes differ from them by at most the factor AGREEMENT. Otherwise the links are
+an earlier run. Stored costs are used if they were measured by the same ranks on the same machines,
+and if a probe of two sizes agrees with them up to the factor AGREEMENT. Otherwise the links are
 measured again. All ranks of the group use the result of the first rank. `refine` then compares the
 best algorithms at the message size of the run.
 """
@@ -388,7 +388,7 @@ def _reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 def _exchange(
     outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup, distance: int
 ) -> None:
-    """Send to the rank `distance` after this one, and receive from the one `distance` before."""
+    """Send to rank + `distance`, and receive from rank - `distance`, modulo the number of ranks."""
     ranks = group.size()
     rank = group.rank()
     to = (rank + distance) % ranks

@@ -79,8 +79,8 @@ class Messenger:
     All ranks in arguments and attributes are ranks within the group.
 
     Args:
-        groups: Pairs of the group for messages to higher ranks and the group for messages to lower
-            ranks: one pair per lane, or one pair for all messages.
+        groups: One pair of process groups per lane, or one pair for all messages. The first group
+            of a pair is for messages to higher ranks, the second for messages to lower ranks.
         device: Device of the tensors.
 
     Attributes:

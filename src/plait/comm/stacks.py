@@ -57,7 +57,8 @@ def users_line(stack: Path | None) -> str:
         stack: File that `collect` wrote.
 
     Returns:
-        The line, or that of the innermost frame if no frame is user code. Empty without a stack.
+        The line, or that of the innermost frame if no frame is user code. An empty string without a
+        stack.
     """
     if stack is None:
         return ""

@@ -318,7 +318,10 @@ class Watch:
         return starts
 
     def _line(self) -> str:
-        """Return the main thread's line of user code, and the last collective of `fully_shard`."""
+        """Return a text with the main thread's line of user code.
+
+        The text also names the last collective of `fully_shard`, if there is one.
+        """
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return ""

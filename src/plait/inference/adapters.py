@@ -1,9 +1,9 @@
 """LoRA adapters for inference, read from folders that PEFT has saved.
 
-The adapter is not merged into the model. Layers compute base(x) + s B A x with PEFT's own modules,
-so results are equal to PEFT's, whether weights are in memory or streamed. The tensors of the
-adapter stay in memory. Fully trained tensors in the adapter's file (`modules_to_save`, biases)
-replace those of the base model.
+The adapter is not merged into the model. Layers compute base(x) + s B A x, where s is the scaling
+of the adapter, with PEFT's own modules. Results are therefore equal to PEFT's, whether weights are
+in memory or streamed. The tensors of the adapter stay in memory. Fully trained tensors in the
+adapter's file (`modules_to_save`, biases) replace those of the base model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA adapter in a folder of PEFT. Its tensors are not loaded yet."""
+    """LoRA adapter in a folder that PEFT has saved. Its tensors are not loaded yet."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -130,7 +130,8 @@ class Adapter:
         """Raise InputError unless the tensors of the adapter's file match those of the model.
 
         Args:
-            adapter_tensors: Tensors of the wrapped model that belong to the adapter, by file name.
+            adapter_tensors: Tensors of the wrapped model that belong to the adapter, by their names
+                in the adapter's file.
             base: All tensors of the base model.
             tied: Names of tied parameters of the base model.
         """
@@ -242,7 +243,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter, which must have a `peft_type`."""
+    """Return the configuration of an adapter, and check that it has a `peft_type`."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         config["peft_type"]  # other files of this name have none

@@ -122,7 +122,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """Requests that a KV cache must hold: their number, length and element size."""
+    """Number and length of the requests that a KV cache must hold, and the cache's element size."""
 
     requests: int
     tokens: int
@@ -268,7 +268,7 @@ def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
 
     Args:
         model: The sharded model.
-        compute: Dtype that it computes in. None means the parameters' own dtypes.
+        compute: Dtype that the model computes in. None means the parameters' own dtypes.
     """
     total = 0
     for unit in sharded_modules(model):
@@ -537,7 +537,7 @@ def _cache_tensor(
 def _open_window(layer: Any) -> int | None:
     """Remove a layer's sliding window, and return how many earlier tokens the window covers.
 
-    The result is None if the layer keeps all tokens. The window is removed because a short one
+    The result is None if the layer keeps all tokens. The window is removed because a short window
     would hide the size per token.
     """
     if not getattr(layer, "is_sliding", False):

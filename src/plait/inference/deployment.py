@@ -5,10 +5,10 @@ the deployment that is chosen here, and `plait plan infer` prints it with the ti
 memory bandwidth permits.
 
 Note [Choice of a placement]
-    If the model fits on one device, one is used. Otherwise tensor parallelism is used, with the
-    smallest degree that fits: all devices then work on each token. Pipeline stages are used only if
-    no degree fits: on as few devices as possible, with the largest possible degree of tensor
-    parallelism.
+    If the model fits on one device, a single device is used. Otherwise tensor parallelism is used,
+    with the smallest degree that fits: all devices then work on each token. Pipeline stages are
+    used only if no degree fits: on as few devices as possible, with the largest possible degree of
+    tensor parallelism.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Deployment:
 
 
 def local_devices() -> Devices:
-    """Return the devices of this machine and the memory that is currently free."""
+    """Return the devices of this machine, with the memory that is currently free."""
     on_gpu = bool(device_count())
     free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
     free_on_host = free_host_bytes()
@@ -292,7 +292,7 @@ def deploy_in_budget(
         cpu_budget: See `deploy_streamed`.
 
     Returns:
-        The deployment, and the number of requests that it answers at once.
+        (deployment, number of requests that it answers at once).
 
     Raises:
         InputError: The budget is too small for a single request.
@@ -417,7 +417,9 @@ class BandwidthBound:
 
 
 def bandwidth_bound(estimate: DeploymentBytes, gpu: DeviceSpec) -> BandwidthBound:
-    """Return the largest time per token over all memory tiers: bytes read, divided by bandwidth.
+    """Return the time per token of the slowest memory tier.
+
+    The time of a tier is the bytes read per token, divided by the bandwidth.
 
     Every token reads all weights, and the keys and values of all requests at their full length.
     Files are left out, because no datasheet says how fast they are read.
@@ -461,7 +463,7 @@ def catalogued_gpu() -> DeviceSpec | None:
 
 
 class DoesNotFit(InputError):
-    """The model does not fit on the devices in any placement."""
+    """Raised if the model does not fit on the devices in any placement."""
 
 
 @dataclass(frozen=True)

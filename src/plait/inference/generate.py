@@ -81,7 +81,7 @@ def generate(
         sharded: The model.
         prompts: One prompt or several: texts or conversations, which require a tokenizer, or token
             ids.
-        tokenizer: A tokenizer of Transformers. With it, results have a text.
+        tokenizer: A tokenizer of Transformers. If it is given, results also contain text.
         generation_config: GenerationConfig or dictionary. It overrides the model's own settings,
             and `settings` override it.
         seed: Seed of the first request; the next one has `seed + 1`, and so on. A list has a seed

@@ -228,7 +228,7 @@ class Predictor:
 
         Args:
             failure: Error of this rank, if it has failed.
-            part: Index within the replica of the first failed rank.
+            part: Index of the first failed rank within the replica.
         """
         # The message is empty on all other ranks, so a sum distributes it.
         message = b""

@@ -151,7 +151,7 @@ def _with_template_arguments(messages: Any, fields: dict[str, Any], where: str) 
 
 
 class _DuplicateField(Exception):
-    """A JSON object has two fields of one name. The argument is the name."""
+    """Raised if a JSON object has two fields of the same name. The argument is the name."""
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def group_requests(
 
     Args:
         rope: Rotary embedding of the model.
-        lengths: For each request, the number of tokens of its prompt, and the largest number of
-            tokens that the model reads.
+        lengths: (number of tokens of the prompt, largest number of tokens that the model reads) of
+            each request.
         batch_size: Largest number of requests per batch. None means no limit.
 
     Returns:
@@ -136,7 +136,7 @@ def refuse_above_original(rope: RopeByLength | None, tokens: int, what: str, rem
     Args:
         rope: Rotary embedding of the model.
         tokens: Number of tokens of the longest request.
-        what: Description of what is not supported above that length, for the message.
+        what: Description of what is not supported above the original length, for the message.
         remedy: Remedy, for the message.
     """
     if rope is not None and tokens > rope.original:

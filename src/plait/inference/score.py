@@ -53,7 +53,7 @@ def score(
 
     Returns:
         One float32 tensor on the CPU per sequence: the log probabilities of all tokens but the
-        first, with the shape [tokens - 1], or with `vocabulary` the shape [tokens - 1, vocabulary].
+        first. The shape is [tokens - 1], or [tokens - 1, vocabulary] if `vocabulary` is set.
 
     Raises:
         InputError: A rank cannot serve the call. The error is raised on all ranks.
@@ -135,7 +135,7 @@ class _Scorer:
         logprobs: torch.Tensor | None = None
 
         def compute() -> torch.Tensor:
-            """Compute `logprobs`, and return the tensor [width, 1 for float64 or 0 for float32]."""
+            """Compute `logprobs`, and return its width and dtype as a tensor of two integers."""
             nonlocal logprobs
             # The logits of a position are those of the next token.
             logprobs = log_softmax(read()[row, : len(sequence) - 1, : self._tokens])

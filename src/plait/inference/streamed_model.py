@@ -78,7 +78,7 @@ class StreamingPlan:
 
 
 class BudgetTooSmall(InputError):
-    """The budget is too small for the streamed layers and everything else."""
+    """Raised if the budget is too small for the streamed layers and everything else."""
 
 
 def tensors_of(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
@@ -121,7 +121,7 @@ def tensors_in_files(source: Source, model: nn.Module) -> dict[str, StoredTensor
     """Return the locations of all stored tensors of a source.
 
     For a Transformers folder, the result is that of `tensors_of`. A checkpoint stores tensors in
-    parts: the result then has the location of every part, with the key `FILE NAME`.
+    parts. In this case the result has the location of every part, with the key `FILE NAME`.
     """
     if source.checkpoint is None:
         return tensors_of(source, model)
@@ -142,8 +142,8 @@ def tensors_to_stream(
         model: The model, on the meta device.
 
     Returns:
-        Locations by name, and the reason why streamed layers are first written to new files. The
-        reason is empty if they are read from the source's files.
+        (locations by name, reason why streamed layers are first written to new files). The reason
+        is empty if streamed layers are read from the source's files.
 
     Raises:
         InputError: The files belong to another model.
@@ -520,7 +520,7 @@ def _save_aligned(
         shift: Padding of the header that is tried first, such as that of the previous file.
 
     Returns:
-        Locations of the tensors, and the padding of the header in bytes.
+        (locations of the tensors, padding of the header in bytes).
     """
     # A header ends at a multiple of 8, so one of two paddings is right.
     for padding in (shift, 8 - shift):
@@ -586,7 +586,7 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
 
 
 def _create_locked(parent: Path) -> tuple[Path, int]:
-    """Create a folder, and return it with a descriptor that holds its lock."""
+    """Create a folder, and return (folder, descriptor that holds its lock)."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         try:

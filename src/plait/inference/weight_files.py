@@ -7,8 +7,8 @@ Note [Cached and direct reads]
     If tensors can have the same layout in memory as in the file (`FileImage`), the target is the
     memory that computations use. Otherwise it is a small buffer, from which the bytes are copied.
     Direct reads transfer complete sectors to addresses that are multiples of a sector. If only two
-    cores are available, these copies reduce the rate of a 3 GB/s disk by a third. Bytes that are
-    still in the kernel's cache are read from it.
+    cores are available, copying bytes in memory reduces the rate of a 3 GB/s disk by a third. Bytes
+    that are still in the kernel's cache are read from it.
 
 Note [No computation in mappings]
     Weights are copied from the cache. Computing with them in a mapping of the file reduced the
@@ -121,7 +121,7 @@ def read_into(
         view: The memory.
         stored: Location of the tensor.
         ended: Event after which nothing more is read.
-        first: Offset in the tensor of the first byte to read.
+        first: Offset of the first byte to read within the tensor.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -311,9 +311,9 @@ def blocks_of(parts: Sequence[TensorPart], image: FileImage | None = None) -> It
 
 
 def _continues(block: FileBlock, part: TensorPart, position: int, limit: int) -> bool:
-    """Return True if the bytes of a part from `position` on can be read with the same block.
+    """Return True if the bytes of a part from `position` on can be appended to a block.
 
-    The block may have at most `limit` bytes.
+    The longer block may have at most `limit` bytes.
     """
     if block.path != part.stored.path or position >= block.low + limit:
         return False

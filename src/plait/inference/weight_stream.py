@@ -2,7 +2,7 @@
 
 Note [Slots of streamed weights]
     There are `SLOTS` slots: memory for the weights of a block on the device where the model
-    computes. When a block has run, its slot is filled for the next block that has none, in the
+    computes. When a block has run, its slot is filled for the next block without a slot, in the
     order in which blocks run. The last block of a token is followed by the first block of the next
     token. The parameters of a block are views of its slot while it runs, and empty otherwise.
     Results are those of the model in memory, bit for bit, because only the place of the weights
@@ -98,7 +98,7 @@ class HostMemory:
         return sum(chunk.numel() for chunk in self.chunks)
 
     def overlaps(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a byte range as parts of single chunks: (index of the first byte, uint8 tensor)."""
+        """Yield (index of the first byte, uint8 tensor) of each chunk's part of a byte range."""
         begin = 0
         for chunk in self.chunks:
             low = max(start, begin)
@@ -381,7 +381,7 @@ def comes_from_disk(total: int) -> bool:
 def streamed_parameters(model: nn.Module, block: str) -> dict[str, nn.Parameter]:
     """Return the parameters of a block that are streamed, by their names in the block.
 
-    Those of adapters stay in memory.
+    Parameters of adapters stay in memory.
     """
     streamed: dict[str, nn.Parameter] = {}
     for name, parameter in model.get_submodule(block).named_parameters():

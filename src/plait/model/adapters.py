@@ -1,7 +1,7 @@
 """Low-rank adapters (PEFT's LoRA) in a model that tensor parallelism splits.
 
 An adapted layer is a wrapper that holds the layer as `base_layer` and two matrices, A [r, in] and
-B [out, r]. It computes base(x) + s B A x.
+B [out, r]. It computes base(x) + s B A x, where s is the scaling of the adapter.
 
 Note [Plans with adapters]
     The tensor-parallel plan is created for the model without wrappers and then extended. If a layer
@@ -10,9 +10,9 @@ Note [Plans with adapters]
     the ranks.
 
     Under sequence parallelism, the products A x of a row-split layer are scattered in the same way
-    as its outputs. Those of a column-split layer are gathered unless its input has been gathered.
-    The matrix that is not split sees different tokens, or gradients of different columns, on every
-    rank. Its gradient is therefore summed over the ranks.
+    as its outputs. The products A x of a column-split layer are gathered unless the input of the
+    layer has been gathered. The matrix that is not split sees different tokens, or gradients of
+    different columns, on every rank. Its gradient is therefore summed over the ranks.
 
 Attributes are recognised by PEFT's names, so that PEFT need not be installed.
 """
@@ -46,7 +46,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, Any]:
-    """Return the wrapper of every adapted parameter (PEFT's `target_parameters`), by its name.
+    """Return the wrapper of every adapted parameter (`target_parameters`), by parameter name.
 
     The wrappers of several parameters of one module are nested.
     """

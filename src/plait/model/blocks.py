@@ -19,20 +19,20 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     """Return the full names of the repeated blocks of a model, in module order.
 
     Without patterns, the blocks are the children of every outermost `nn.ModuleList` or
-    `nn.Sequential` of repeated layers that has at least 5 % of the parameters. Therefore an encoder
-    and a decoder both count, and a small stem does not. Layers count as repeated if all have the
-    same class. In an `nn.ModuleList`, several classes are allowed if their forwards take the same
-    first argument (e.g. attention and state space layers). A model without such a list has no
-    blocks and is a single unit.
+    `nn.Sequential` of repeated layers that has at least 5 % of the parameters. Therefore the layers
+    of both an encoder and a decoder are blocks, and those of a small stem are not. Layers are
+    regarded as repeated if all have the same class. In an `nn.ModuleList`, several classes are
+    allowed if their forwards take the same first argument (e.g. attention and state space layers).
+    A model without such a list has no blocks and is a single unit.
 
     A model can name its blocks itself in an attribute `pipeline_blocks`. In a model with several
-    input modalities only the blocks of the language model count: the layers of an image or audio
+    input modalities, only layers of the language model are blocks: the layers of an image or audio
     tower are not in the chain that tokens pass through.
 
     Args:
         model: The model, on any device.
         patterns: Names of the blocks with `*` as in file names, e.g. `encoder.layers.*`. Every
-            pattern must match a module. Of nested matches, the outermost counts.
+            pattern must match a module. Of nested matches, the outermost is used.
 
     Raises:
         ModelError: A pattern matches no module.

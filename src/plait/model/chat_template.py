@@ -102,7 +102,7 @@ class ChatTemplate:
         return self._render(messages, add_generation_prompt=prompts)[0]
 
     def render_marked(self, messages: list[Message]) -> tuple[str, Spans]:
-        """Return the conversation as a string, and the spans inside `{% generation %}`.
+        """Return (conversation as a string, spans inside `{% generation %}`).
 
         Only templates with `marks_answers` have such spans.
 

@@ -6,9 +6,9 @@ Note [Tracing without weights]
     ids, masks, positions) are computed, so code that branches on such values takes its real branch.
 
     For every value, the trace records a `ValueOrigin`: the last block that a stage can begin with
-    and still compute the value, and the parameters outside the blocks that it depends on. For any
-    split into pipeline stages, this determines which parameters a stage must own, and whether a
-    value bypasses the chain of blocks. The model itself is not changed.
+    and still compute the value, and the parameters outside the blocks on which the value depends.
+    For any split into pipeline stages, this determines which parameters a stage must own, and
+    whether a value bypasses the chain of blocks. The model itself is not changed.
 
 Note [Opaque modules]
     Some modules cannot run without values, e.g. because they call kernels of another library. When
@@ -100,8 +100,8 @@ INDEPENDENT = ValueOrigin()
 class Need:
     """Use of a value with the origin `origin` while block `position` runs.
 
-    A `decision` is needed on every stage from that block on, because the code outside the blocks
-    runs on all of them.
+    If `decision` is set, the value decides between branches of code outside the blocks. This code
+    runs on all stages, so the value is needed on every stage from that block on.
     """
 
     position: int
@@ -154,7 +154,7 @@ class Dataflow:
 
 
 class Untraceable(ModelError):
-    """The forward of a model cannot run without its weights."""
+    """Raised if the forward of a model cannot run without its weights."""
 
 
 @dataclass

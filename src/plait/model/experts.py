@@ -96,7 +96,7 @@ def recorded_routers(model: nn.Module) -> tuple[Router, ...]:
 
 
 def _declared_routers(model: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
-    """Yield the router classes in `_can_record_outputs`, and the index of logits in the output."""
+    """Yield (router class, index of the logits in its output) from `_can_record_outputs`."""
     for module_class in {type(module) for module in model.modules()}:
         recorded: Any = getattr(module_class, "_can_record_outputs", None) or {}
         declarations = recorded.get("router_logits")

@@ -17,9 +17,9 @@ The complete plan can be checked with `plait verify`, which does not run automat
 Note [Check of a split]
     The module runs by itself on the CPU with random weights: once in full, and once per part with
     its slice of the columns and rows. For random inputs, the outputs of the parts must add up to
-    the full output. Sum and full output are formulas in the weights and inputs. If they agree at a
-    random point, they agree for all weights and inputs, and so do their gradients. A split of a
-    module that cannot run by itself is not accepted.
+    the full output. The sum and the full output are both functions of the weights and inputs. If
+    they agree for random values, they agree for all weights and inputs, and so do their gradients.
+    A split of a module that cannot run by itself is not accepted.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _best_split(
     Args:
         module: The module that owns the layers.
         layers: Its linear children that may be split, by name.
-        proven_splits: Cache of numerical tests, because blocks are alike.
+        proven_splits: Results of numerical tests by `signature`, because equal modules repeat.
     """
     key = signature(module)
     if key not in proven_splits:
@@ -418,7 +418,7 @@ def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generat
 def _part_of(
     full: nn.Module, split: Mapping[str, Style], index: int, parts: int, counts: Sequence[str]
 ) -> nn.Module:
-    """Return one rank's part of a module, for `parts` ranks. Its output is not summed over them.
+    """Return the part of a module on rank `index` of `parts` ranks. Its output is not summed.
 
     Only the first part adds the bias of the row-split layer. Replicated parameters are shared with
     `full`.

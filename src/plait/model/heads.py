@@ -234,7 +234,7 @@ def possible_degrees(attentions: Sequence[Attention]) -> str:
 
 
 def _violated_rule(attention: Attention, tp: int) -> str | None:
-    """Return the rule of Note [Heads per rank] that a degree violates, with its numbers."""
+    """Return the rule of Note [Heads per rank] that a degree violates, or None."""
     heads = attention.heads
     kv_heads = attention.kv_heads
     if heads is None or kv_heads is None:
@@ -265,8 +265,8 @@ def _find_count(
     The module is searched first, then its configuration, then the configuration of the model.
 
     Returns:
-        The value, and the name to show to users. If a field of the model's configuration has the
-        same value, this is the name of the field, otherwise the name of the attribute.
+        (value, name to show to users). If a field of the model's configuration has the same value,
+        the name is that of the field, otherwise that of the attribute.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):

@@ -1,8 +1,8 @@
 """Layers outside the blocks, mainly embedding and head: how they are split and sharded.
 
-In tensor parallelism both are split along the vocabulary, or both are replicated: tied layers share
-a weight, which can only have one split. A split head allows losses to be computed on logits that
-are split along the vocabulary.
+Tensor parallelism either splits both embedding and head along the vocabulary or replicates both,
+because tied layers share a weight, which can only have one split. A split head allows losses to be
+computed on logits that are split along the vocabulary.
 
 `split_boundary_layers` completes the rules of a model family. A user's rules are applied as they
 are.
@@ -48,8 +48,7 @@ def split_boundary_layers(
         rule_set: The rules that `styles` come from.
 
     Returns:
-        The name of the head and the name of the embedding, or None in place of a layer that is not
-        split.
+        (name of the head, name of the embedding), with None in place of a layer that is not split.
     """
     embedding = _boundary_layer(model, "get_input_embeddings")
     head = _boundary_layer(model, "get_output_embeddings")
@@ -135,9 +134,10 @@ def _align_tied_layers(model: nn.Module, styles: dict[str, Style], lookups: set[
 
 
 def _weight_is_indexed(model: nn.Module, name: str) -> bool:
-    """Return True if the forward of a module that contains an embedding indexes its weight.
+    """Return True if code outside of an embedding indexes the embedding's weight.
 
-    Gemma 4 does so for padding. A rank has only its own rows, so the index would be wrong.
+    The forward of a parent module in Gemma 4 does so for padding. A rank has only its own rows, so
+    the index would be wrong.
     """
     leaf = name.rpartition(".")[2]
     ancestors = [name[:index] for index, letter in enumerate(name) if letter == "."]

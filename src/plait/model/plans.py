@@ -279,7 +279,7 @@ def small_split_warning(
     Args:
         plan: The plan.
         model: The model of the plan.
-        excluded: Names of parameters that do not count, because other axes split them.
+        excluded: Names of parameters that are ignored, because other axes split them.
 
     Returns:
         The text of the warning, or None.
@@ -330,7 +330,7 @@ def _replicate_keys(
     """Assign the style `kv_replicated` to key and value projections with fewer heads than ranks.
 
     Returns:
-        The changed styles, and the number of heads of every `kv_replicated` module.
+        (changed styles, number of heads of every `kv_replicated` module).
     """
     kv_heads: dict[str, int] = {}
     changed = dict(styles)
@@ -382,8 +382,8 @@ def _split_dims_of_parameters(
 def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> None:
     """Check that all names of a tied parameter have the same split.
 
-    If a bias of a head is also registered on the head's parent, that name follows the head: its
-    entry of `dims` is changed in place.
+    If the bias of a head is also registered on the head's parent, the entry of `dims` for the
+    parent's name is replaced with that of the head.
     """
     for names in tied_names(model):
         distinct = {dims[name] for name in names}

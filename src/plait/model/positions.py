@@ -38,7 +38,7 @@ _STATE = threading.local()
 
 
 def call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model, and skip Transformers' check for packed rows where no row can be packed.
+    """Call a model, and skip Transformers' check for packed rows if no row can be packed.
 
     The check is skipped if the caller passes no position ids (second argument, or keyword) and
     `counts_positions(model)` is True. See Note [Packed rows].

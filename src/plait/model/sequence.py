@@ -5,8 +5,8 @@ Note [Sequence parallelism]
     and MLP all-gather their input, and their row-parallel layers reduce-scatter the output. Norms
     compute on shards.
 
-    In families with experts, every rank computes the expert layers, and an attention that tp does
-    not split, on all tokens. Each rank keeps its own tokens of the output.
+    In families with experts, every rank computes the expert layers on all tokens, and likewise any
+    attention that tp does not split. Each rank keeps its own tokens of the output.
 
     Any other module with parameters, and any module that mixes tokens outside attention and MLP,
     would compute wrong values. Such a model is not supported. The structure of the model decides

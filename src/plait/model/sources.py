@@ -167,12 +167,12 @@ class Variant:
 
 
 def _split(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
-    """Return the styles of column- and row-split layers with split values between them."""
+    """Return the styles of column- and row-split layers between which activations stay split."""
     return {**{f"{prefix}.{name}": "colwise" for name in columns}, f"{prefix}.{row}": "rowwise"}
 
 
 def _gathered(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
-    """Return the styles of split layers between which every rank computes all values."""
+    """Return the styles of column- and row-split layers between which activations are gathered."""
     return {
         **{f"{prefix}.{name}": "colwise_gather_output" for name in columns},
         f"{prefix}.{row}": "rowwise_split_input",
@@ -325,7 +325,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
 
 
 def _matching_variants(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
-    """Yield name, family and variant of every base model of the table."""
+    """Yield (name, family, variant) of every base model of the table."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if config is None:

@@ -1,8 +1,8 @@
 """Execution of operators when only some of the tensors in their arguments have values.
 
 If all tensors have values, the operator runs. Otherwise only the shapes of its results are
-computed, on the meta device. If a shape depends on unknown values, as that of `nonzero` does, all
-elements count as selected.
+computed, on the meta device. If a shape depends on unknown values, as the result of `nonzero` does,
+all elements are assumed to be selected.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_without_values(
         shapes: Cache of the shapes of results.
 
     Returns:
-        The result, and how the operator has used values: None if it has not exposed any, False if
+        (result, use of values). The use is None if the operator has not exposed any value, False if
         it has returned a Boolean, True if it has returned a number or selected elements.
     """
     if func is _aten._local_scalar_dense.default:
@@ -199,7 +199,7 @@ def _masks_to_indices(args: Any, has_value: Callable[[torch.Tensor], bool]) -> t
     A mask of unknown values is replaced by as many indices as it has elements.
 
     Returns:
-        The arguments, and whether there were masks.
+        (arguments, whether there were masks).
     """
     indices = []
     has_masks = False

@@ -108,7 +108,7 @@ def _assembler(
 
 
 def _load(folder: Path, info: Any, name: str) -> Any:
-    """Load an entry from its range of a file. It may contain only tensors and plain data."""
+    """Load an entry from its range of a file. Only tensors and plain data are allowed."""
     file = offset = length = None
     if isinstance(info, Inert):
         file = info.get("relative_path")

@@ -4,10 +4,10 @@
 then calls the collective. The all-reduce owns the buffers that the gradient reducer fills.
 
 Note [Words in turn]
-    Each rank announces a call in a word of shared memory and waits for the words of all other
-    ranks. A rank may write the word of the next call before another rank has read the words of this
-    call, but not the word of the call after that. Calls therefore use two words in turn, so that no
-    word is overwritten before all ranks have read it.
+    Each rank announces a call in a word (an int64 in shared memory) and waits for the words of all
+    other ranks. A rank may write the word of the next call before another rank has read the words
+    of this call, but not the word of the call after that. Calls therefore use two words in turn, so
+    that no word is overwritten before all ranks have read it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _READ_WORD = 4
 
 
 class _Slots:
-    """Slots of shared memory that grow on request. Ranks agree through words on the slot to use.
+    """Slots of shared memory that grow on request.
+
+    Ranks write words (int64 counters in shared memory) to agree on the slot to use.
 
     All ranks request the same sizes in the same order, so their slots grow together. The first
     request allocates memory. Subclasses decide which slots are free.
@@ -50,7 +52,7 @@ class _Slots:
     Args:
         host: Ranks of the group.
         word_count: Number of words per rank, see `_announce` for the first four.
-        slots: Number of slots, which have equal sizes.
+        slots: Number of slots. All slots have the same size.
     """
 
     def __init__(self, host: SharedMemoryGroup, *, word_count: int, slots: int) -> None:
@@ -170,8 +172,8 @@ class SharedAllGather(_Slots, AllGather):
     calls this object. The output is one of a few slots of shared memory. Each rank writes its shard
     once, to the place from which other ranks read it. The call only waits for the other ranks.
 
-    The ranks agree on a free slot without another exchange. A slot is free for a rank if none of
-    its tensors points into the slot. With each call a rank publishes its free slots, and the next
+    The ranks agree on a free slot without another exchange. A slot is free for a rank if no tensor
+    of the rank points into the slot. With each call a rank publishes its free slots, and the next
     call uses the first slot that all ranks have published. A slot that is free stays free until the
     next call, so no call overwrites an output that a rank still reads. If no slot is free, or there
     is not enough memory, all ranks use torch's collective.
@@ -392,8 +394,8 @@ class SharedReduceScatter(_Slots, SynchronousReduceScatter):
 class SharedBuckets:
     """All-reduce of gradient buckets in shared memory (implements `comm.all_reduce.Buckets`).
 
-    Every rank sums one slice of a buffer over all ranks, in their order, and writes the sum into
-    the buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
+    Every rank sums one slice of a buffer over all ranks, in rank order, and writes the sum into the
+    buffers of all ranks. Nothing is copied, and the sum has the same bits on every rank.
 
     There is no background thread. A rank sums its slice in a later `start` if the other ranks are
     ready by then, and otherwise in `finish`. Ranks therefore wait for each other only in `finish`.

@@ -195,9 +195,9 @@ class SharedMemoryGroup:
 class SharedMemory:
     """Bytes and counters that every rank of a `SharedMemoryGroup` reads and writes.
 
-    The counters are int64 words that start at 0, and a rank writes only its own words. On x86-64 a
-    rank that reads a word also reads everything that was written before the word. The memory is
-    freed when no tensor of any rank points into it.
+    The counters are int64 words that start at 0, and a rank writes only its own words. On x86-64, a
+    rank that sees the new value of a word also sees everything that was written before the word.
+    The memory is freed when no tensor of any rank points into it.
 
     The constructor is collective over the host's group, with equal arguments on all ranks.
 

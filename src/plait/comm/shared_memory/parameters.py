@@ -105,9 +105,9 @@ class SharedParameters:
 
     An all-gather moves no data. Each rank marks its shards as written and waits until all ranks
     have done so. All ranks gather units in the same order, as with any collective. No rank changes
-    shards that others still read, because an update follows the reduction of the step's gradients,
-    to which every rank contributes after its last read. Without gradients there is no reduction, so
-    all ranks wait for each other when they release the parameters.
+    shards that others still read: every rank contributes to the reduction of a step's gradients
+    only after its last read, and an update follows this reduction. Without gradients there is no
+    reduction, so all ranks wait for each other when they release the parameters.
 
     The constructor is collective over the host's group.
 

@@ -65,7 +65,7 @@ class PartialAttention:
 
     Attributes:
         kind: Context-parallel algorithm by which queries reach the keys of other ranks.
-        place: Layout of the sequences over ranks, and their process group.
+        place: Layout of the sequences over ranks, and the process group of these ranks.
         implementation: Transformers' name of the implementation, see `implementation_of`.
     """
 
@@ -109,7 +109,9 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the signature of Transformers' attention functions. Collective.
+    """Compute context-parallel attention. Collective.
+
+    The signature is that of Transformers' attention functions.
 
     Args:
         module: Attention module of a layer.
@@ -239,7 +241,7 @@ def _flash_attention(
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of a micro-batch in FlashAttention's form, with all rows concatenated.
+    """Documents of a micro-batch in the format of FlashAttention, with all rows concatenated.
 
     Attributes:
         bounds: Start of each document, and end of the last one: [documents + 1] int32, on the
@@ -312,7 +314,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
     Raises:
         InputError: `attention_mask` or `position_ids` do not have the shape [batch, seq], or
-            padding is not on the right or has targets.
+            padding is not on the right, or labels contain targets at padding positions.
     """
     ids = batch["input_ids"]
     mask = batch.get("attention_mask")

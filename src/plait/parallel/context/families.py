@@ -210,7 +210,10 @@ def _unsupported_settings(config: Any) -> Iterator[str]:
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in parameters, which may be nested by layer type."""
+    """Yield the RoPE types in the RoPE parameters of a configuration.
+
+    The parameters may be nested by layer type.
+    """
     if not isinstance(parameters, Mapping):
         return
     rope_type = parameters.get("rope_type", parameters.get("type"))
@@ -275,7 +278,7 @@ def _window(config: Any) -> int | None:
 
 
 def _head_widths(config: Any) -> tuple[int, int]:
-    """Return the head dimensions of queries and of values."""
+    """Return (head dimension of queries, head dimension of values)."""
     if getattr(config, "v_head_dim", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

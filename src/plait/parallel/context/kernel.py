@@ -250,8 +250,8 @@ class PartialSoftmax:
         """Return (output in the dtype of the queries, log-sum-exp over all keys).
 
         Args:
-            sinks: Score of an additional key per head [heads], whose value is 0. It is added once,
-                after the parts of the sequence are combined.
+            sinks: Score of one additional key per head [heads]. The value vector of this key is 0.
+                The key is added once, after the parts of the sequence are combined.
         """
         output = self._output
         log_sum_exp = self._log_sum_exp
@@ -516,7 +516,7 @@ def _divide_queries(block: AttentionBlock) -> list[AttentionBlock]:
 
 
 def _attend_tile(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp of a tile, in the dtype that `wide_dtype` returns."""
+    """Return (output, log-sum-exp) of a tile, in the dtype that `wide_dtype` returns."""
     visible = _drop_masked(block, rule)
     # Every query of the tile needs a result, even if it sees no key.
     if visible is None or visible.query.shape[2] < block.query.shape[2]:
@@ -605,8 +605,8 @@ def _attend_flex(block: AttentionBlock, rule: AttentionRule) -> tuple[torch.Tens
     """Compute the attention of a block with FlexAttention. The result is differentiable.
 
     Returns:
-        The output [batch, heads, queries, width], and the log-sum-exp [batch, heads, queries],
-        which is -inf for a query with only masked keys.
+        (output [batch, heads, queries, width], log-sum-exp [batch, heads, queries]). The
+        log-sum-exp is -inf for a query with only masked keys.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 

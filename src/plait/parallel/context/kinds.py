@@ -50,7 +50,7 @@ Kind = Literal["all-gather-kv", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class SequencePlacement:
-    """Layout of a sequence over ranks, and their process group.
+    """Layout of a sequence over ranks, and the process group of these ranks.
 
     Attributes:
         layout: Tokens of each rank.
@@ -79,13 +79,13 @@ def attention(
         key: [batch, kv_heads, tokens, head_dim].
         value: [batch, kv_heads, tokens, width].
         starts: Position at which the document of each query begins [batch, tokens], or None (see
-            `attention_function.document_starts`). With `ulysses` these are all tokens of the
-            sequence.
+            `attention_function.document_starts`). With `ulysses`, `starts` has an entry for every
+            token of the sequence.
         place: Layout and process group.
         rule: Rule of the layer.
-        sinks: Attention sinks [heads] or None, see `PartialSoftmax.finished`. On this rank their
-            gradient only contains the contribution of this rank's queries, or with `ulysses` of its
-            heads.
+        sinks: Attention sinks [heads] or None, see `PartialSoftmax.finished`. Their gradient on
+            this rank contains only the contribution of this rank's queries. With `ulysses` it
+            contains only the contribution of this rank's heads.
 
     Returns:
         [batch, heads, tokens, width].
@@ -149,7 +149,7 @@ class SequenceLayout:
         of this rank. The block therefore needs no mask, or a causal one if `source` is this rank.
 
         Args:
-            part: Number of tokens of a part.
+            part: Number of tokens per rank.
             source: The rank that has the keys.
 
         Returns:
@@ -227,7 +227,7 @@ class UnmaskedBlock:
     Attributes:
         first_query: Index of the first query in this rank's part. The block extends to the last
             query.
-        keys: Number of keys in the block. It begins with the first key of the other rank.
+        keys: Number of keys in the block. The block begins with the first key of the other rank.
     """
 
     first_query: int
@@ -408,7 +408,7 @@ class _RingAttention(torch.autograd.Function):
 class _RingBlocks:
     """Attention blocks of this rank's queries with the keys of one rank at a time.
 
-    Without a sliding window and documents, each step of the ring is one block, because the unmasked
+    Without a sliding window or documents, each step of the ring is one block, because the unmasked
     keys of another rank form a rectangle (`SequenceLayout.block`). Otherwise each pair of chunks is
     a block.
     """
@@ -464,7 +464,7 @@ class _RingBlocks:
         yield 0, block
 
     def _split(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and of the values."""
+        """Return (view of the keys, view of the values)."""
         return kv[..., : self._width], kv[..., self._width :]
 
     def _pairs(self, kv: torch.Tensor, source: int) -> Iterator[tuple[int, AttentionBlock]]:
@@ -487,7 +487,7 @@ class _RingBlocks:
 
 
 class _RingGradients:
-    """Gradients of one rank's keys and values, summed over the ranks that these have visited."""
+    """Gradients of one rank's keys and values, summed over the ranks that they have visited."""
 
     def __init__(self, kv: torch.Tensor, exchange: _RingExchange | None) -> None:
         self.kv = kv
@@ -596,8 +596,8 @@ def exchange_heads(
         key: [batch, kv_heads, tokens / n, head_dim].
         value: [batch, kv_heads, tokens / n, width].
         place: Layout and process group.
-        compute: Returns the output of queries, keys and values of complete sequences for the heads
-            of this rank.
+        compute: Function that computes the attention output from queries, keys and values of
+            complete sequences, for the heads of this rank.
 
     Returns:
         [batch, heads, tokens / n, width].

@@ -4,12 +4,13 @@ The losses are the z loss, which Transformers does not have, and a balance loss 
 several pipeline stages, over parts of sequences on several ranks, or over the tokens of all ranks.
 
 Note [Balance loss over stages and ranks]
-    For each expert, Transformers sums two numbers over all routers of a model: the tokens that
-    chose the expert, and the probabilities that tokens gave it. The loss is the product of the two
-    sums, so a stage cannot compute its part of the loss alone. The sums of earlier stages are
-    sent with the activations, and the gradient of the probabilities returns with the gradients of
-    the activations. The last stage adds the sums of other ranks. Order and dtypes are those of
-    Transformers' `load_balancing_loss_func`, so that the value is the same.
+    For each expert, Transformers sums two quantities over all routers of a model: the number of
+    tokens that are routed to the expert, and the probabilities that routers give to the expert. The
+    loss is the product of the two sums, so a stage cannot compute its part of the loss alone. The
+    sums of earlier stages are sent with the activations, and the gradient of the probabilities
+    returns with the gradients of the activations. The last stage adds the sums of other ranks.
+    Order and dtypes are those of Transformers' `load_balancing_loss_func`, so that the value is the
+    same.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class RouterStatistics(StepHook):
         return output, self.sums()
 
     def like(self, output: Any) -> Any:
-        """Return tensors with the shapes and dtypes of the result of `end` on another rank."""
+        """Return tensors with the shapes and dtypes that `end` returns on another rank."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         return output, self._zeros(device)

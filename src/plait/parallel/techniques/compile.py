@@ -54,7 +54,7 @@ class Compile(Technique):
                 ) from error
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Make every block run a compiled forward, or the full model if it has no blocks."""
+        """Compile the forward of every block, or of the full model if it has no blocks."""
         if not self.enabled:
             return parts
         targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]

@@ -18,10 +18,11 @@ Note [Traffic of context parallelism]
                               key-value heads repeated until n divides their number
                     backward: the same
 
-    An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
-    all-to-all. `Recompute.account` adds the collectives that recomputation repeats. Sequence
-    lengths are assumed to be divisible by the number of chunks. A parameter's gradient is
-    all-reduced once per step, after data parallelism has reduced and sharded it.
+    The bytes of an all-to-all are counted under reduce-scatter, because Plait's reduce-scatter for
+    gloo is an all-to-all (`comm.collectives`). `Recompute.account` adds the collectives that
+    recomputation repeats. Sequence lengths are assumed to be divisible by the number of chunks. A
+    parameter's gradient is all-reduced once per step, after data parallelism has reduced and
+    sharded it.
 """
 
 from __future__ import annotations
@@ -408,7 +409,7 @@ def _local_token_mask(
 def _refuse_packed_documents(*, caches: bool, family: str) -> None:
     """Raise InputError if a single process would attend across the documents of a row.
 
-    Context parallelism never does, so its results would differ.
+    Context parallelism never attends across documents, so its results would differ.
     """
     if caches:
         raise InputError(

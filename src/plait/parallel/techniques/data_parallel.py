@@ -347,7 +347,7 @@ class LostWrites(StepHook):
 
     Args:
         model: The sharded model, before its first forward.
-        in_forward: Whether to read the comparison before forwards, for training loops that do not
+        in_forward: Whether to read the result before each forward, for training loops that do not
             call `finish_reduction`.
     """
 
@@ -487,9 +487,8 @@ def reduce_by_sum(model: nn.Module) -> None:
 def watch_shards_of(model: nn.Module) -> None:
     """Make the user's operations on sharded parameters correct, or refuse them.
 
-    A value that is computed from a sharded tensor, such as a norm, is that of the full tensor.
-    Changes that would not reach the shards raise an error. Call this when the model has its final
-    parameters.
+    The norm of a sharded tensor, for example, is then the norm of the full tensor. Changes that
+    would not reach the shards raise an error. Call this when the model has its final parameters.
     """
     sum_before_reading()
     for module in sharded_modules(model):

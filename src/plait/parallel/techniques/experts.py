@@ -8,7 +8,7 @@ other parameters are split, replicated or sharded over the first mesh. The gradi
 summed over the `edp` axis, whose ranks have the same experts. From ZeRO stage 1 on, this sum is a
 reduce-scatter.
 
-A router may add a bias per expert to its scores when it selects experts, which balances experts
+A router may add a bias per expert to its scores when it selects experts. This balances experts
 without a loss, as in DeepSeek-V3. After a step the bias is raised for experts with fewer tokens
 than the mean, and lowered for experts with more. The classes of Transformers have the bias, but
 never change it.
@@ -28,10 +28,10 @@ Note [Traffic of expert parallelism]
     With sequence parallelism each rank keeps the results and the gradients of its tokens, and only
     gradients of routing weights are gathered.
 
-    An all-to-all is counted as a reduce-scatter, because a reduce-scatter with gloo is an
-    all-to-all. Ranks whose experts receive more tokens send back more results. The sum over all
-    ranks stays below n / (n-1) times the sum of these formulas. `Recompute.account` adds the
-    collectives that recomputation repeats.
+    The bytes of an all-to-all are counted under reduce-scatter, because Plait's reduce-scatter for
+    gloo is an all-to-all (`comm.collectives`). Ranks whose experts receive more tokens send back
+    more results. The sum over all ranks stays below n / (n-1) times the sum of these formulas.
+    `Recompute.account` adds the collectives that recomputation repeats.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ExpertParallel(Technique):
         return replace(parts.with_shard(separate_mesh=separate_mesh), experts=layers)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """Return the hook for adapters on experts, and the hook that sums gradients of experts."""
+        """Return the hooks that support adapters on experts and that sum gradients of experts."""
         hooks: list[StepHook] = []
         if parts.expert_adapters is not None:
             hooks.append(parts.expert_adapters)
@@ -483,7 +483,10 @@ class Routing(Technique):
         return hooks
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Return the ledger unchanged, because it ignores messages of a few values per expert."""
+        """Return the ledger unchanged.
+
+        Messages of a few values per expert are not counted.
+        """
         return ledger
 
 

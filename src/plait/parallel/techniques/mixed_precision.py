@@ -148,7 +148,7 @@ class LossScaler:
         self.state = next_state(self.policy, self.state, overflow=overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers."""
+        """Return the state as Python numbers."""
         return {**asdict(self.state), "dynamic": self.policy.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

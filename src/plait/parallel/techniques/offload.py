@@ -5,15 +5,16 @@ host memory, or in files. If they are in host memory, an argument of `fully_shar
 weights there as well, and the optimizer runs torch's CPU kernels. If they are in files,
 `offload.arena` stores the tensors and `optim.disk_optimizer` updates them.
 
-`ParameterOffload` (DeepSpeed's `offload_param`) stores the shards from which parameters are
-gathered. The shards are the master weights that the optimizer updates, and no other copy exists
-between two steps. Shards in files are prefetched for the unit that is gathered next.
+`ParameterOffload` (DeepSpeed's `offload_param`) stores parameter shards on the device, in host
+memory, or in files. Parameters are gathered from these shards. The shards are also the master
+weights that the optimizer updates, and no other copy exists between two steps. Shards in files are
+prefetched for the unit that is gathered next.
 
-`ActivationOffload` moves what the first blocks of a model save for backward to host memory or
-files. The setting is a fraction of the blocks, because copies that do not overlap with computation
-take extra time. `activations.activation_store` selects and stores the tensors, and `recompute`
-replaces the forward of the blocks. Only the input of a recomputed block is offloaded. Results that
-selective recomputation saves stay on the device.
+`ActivationOffload` moves the saved activations of the first blocks of a model to host memory or
+files. The setting is a fraction of the blocks, because offloading more blocks than can overlap with
+computation takes extra time. `activations.activation_store` selects and stores the tensors, and
+`recompute` replaces the forward of the blocks. Only the input of a recomputed block is offloaded.
+Results that selective recomputation saves stay on the device.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ _NOTHING_AFTER_BACKWARD = AfterBackward(False, False, False)
 
 
 class StagedZero:
-    """Observer of a `Runtime` that sets when units reduce gradients and free parameters.
+    """`Runtime` observer that sets when units reduce gradients and free parameters.
 
     Units are the modules that `fully_shard` gathers and reduces as one. See Note [ZeRO stages of a
     pipeline].
@@ -411,7 +411,7 @@ class StagedZero:
 
 
 class StagePrefetcher:
-    """Observer of a `Runtime` that prefetches the offloaded activations of a stage.
+    """`Runtime` observer that prefetches the offloaded activations of a stage.
 
     The prefetch for the last blocks of a stage starts when their backward is the next computation
     of the rank, so that the prefetch overlaps with the wait for the gradient. Each pair of

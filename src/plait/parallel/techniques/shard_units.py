@@ -1,9 +1,9 @@
 """Division of a model into the units that `fully_shard` gathers and reduces.
 
 Units are the blocks, the experts of a block (on a separate mesh), modules that compute in float32,
-embeddings, the head, and the root unit with all other parameters. Parameters that a layout cannot
-train like a single process are refused, if possible before any process group exists. The error
-names the parameter.
+embeddings, the head, and the root unit with all other parameters. If a layout cannot train a
+parameter as a single process would, the parameter is refused, if possible before any process group
+exists. The error names the parameter.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ parameters stay plain tensors, with equal values and gradients on every rank of 
 
 Note [Marked outputs]
     Besides logits, a model may return hidden states of its blocks, which sequence parallelism
-    shards, and attention weights, of which each rank has only those of its heads. Both are plain
+    shards, and attention weights, which each rank has only for its own heads. Both are plain
     tensors while the model runs. A mark on such a tensor records the dimension along which it is
     sharded. Marked tensors are gathered when the model returns them, so that a loss has the same
     value as in a single process.
@@ -398,8 +398,8 @@ def _mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
     """Gather every marked tensor in the output of a module. See Note [Marked outputs].
 
-    All ranks compute the same from a gathered tensor. The gradient of a rank's part is therefore
-    a slice of the gradient of the gathered tensor.
+    All ranks compute the same results from a gathered tensor. The gradient of a rank's part is
+    therefore a slice of the gradient of the gathered tensor.
     """
 
     def gather_marked(_module: nn.Module, _args: object, output: Any) -> Any:

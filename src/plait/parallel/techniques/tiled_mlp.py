@@ -215,9 +215,9 @@ class Tiles:
     def _split_by_rank(
         self, values: Sequence[torch.Tensor], group: ProcessGroup
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return tiles that contain the same number of tokens of each rank's shard, in rank order.
+        """Return tiles that have equally many tokens of every rank's shard.
 
-        Padding is added at the end of the sequence.
+        The tokens of a tile are in rank order. Padding is added at the end of the sequence.
         """
         (hidden,) = values
         ranks = group.size()
@@ -296,7 +296,10 @@ class _GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a gradient. Return the sum in its dtype after the last gradient, and None before."""
+        """Add a gradient. After the last one, return the sum in the dtype of the gradients.
+
+        The result is None as long as gradients are missing.
+        """
         wide = gradient.float()
         if self._total is None:
             total = wide

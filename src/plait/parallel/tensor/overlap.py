@@ -95,7 +95,8 @@ def summed_product(
         x: This rank's features of the input.
         weight: This rank's columns of the weight.
         group: The ranks of tp.
-        chunks: Number of chunks of rows whose all-reduces overlap with the next product.
+        chunks: Number of chunks into which the rows are divided. The all-reduce of a chunk overlaps
+            with the product of the next one.
     """
     y: torch.Tensor = _SummedProduct.apply(x, weight, group, chunks)
     return y

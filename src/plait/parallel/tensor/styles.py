@@ -1,6 +1,6 @@
 """Forward functions of tensor-parallel modules, one per style of a plan.
 
-Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping have the shape of
+Weights are DTensors over the tp axis, so that sharding, checkpoints and clipping see the shape of
 the global tensor. Computation uses plain local tensors with the collectives of `comm.collectives`.
 This takes fewer dispatches than DTensor arithmetic, and makes every collective explicit. Layers
 that read the same input (q, k, v; gate, up) are siblings. They share one `RegionInput`, which
