@@ -56,9 +56,9 @@ class StepHook:
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.
 
-        It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. A
-        mapping has `shift_labels` and `position_ids` (see `with_explicit_entries`), so that its
-        sequences can be split.
+        It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. If
+        the batch is a mapping, it has `shift_labels` and `position_ids` (see
+        `with_explicit_entries`), so that its sequences can be split.
         """
         return batch
 
@@ -103,10 +103,13 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Handle a call of `zero_grad` by the user within a step. `grad` has already changed.
+        """Handle a call of `zero_grad` by the user within a step.
+
+        The attribute `grad` of the parameters has already changed.
 
         Args:
-            parameters: Parameters whose gradients were zeroed: the shards of sharded parameters.
+            parameters: Parameters whose gradients were zeroed, including the shards of gathered
+                parameters.
             set_to_none: Whether their gradients were dropped instead of filled with zeros.
         """
 

@@ -179,7 +179,7 @@ class Parts:
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return the axes that split a parameter, and the axes that sum its gradient."""
+        """Return a parameter's `Reduction`: the axes that split it or sum its gradient."""
         sharded = sharded_axes(parameter)
         # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)

@@ -336,9 +336,9 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
     FlexAttention, which is used for soft-capped scores, runs its forward again in the backward. In
     addition, element-wise kernels move data for each token of this rank:
 
-    - ring: the outputs for the keys of each other rank are merged in float32. For an earlier rank
-      these are the outputs of all queries and for a later rank those of half of the queries, so
-      three quarters on average. Gradients are summed in float32.
+    - ring: the outputs for the keys of each other rank are merged in float32. The outputs
+      of all queries are merged for an earlier rank, and those of half of the queries for a later
+      rank. The average is three quarters. Gradients are summed in float32.
     - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in
       float32 and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.

@@ -266,8 +266,8 @@ class Job:
     def needs_last(self) -> NDArray[np.bool_]:
         """True if the backward needs the output of a block's last matrix multiplication.
 
-        This is the case if a norm or a dropout follows. (Recomputation draws the mask of a dropout
-        again.)
+        This is the case if a norm or a dropout follows. (The backward of a dropout needs its mask,
+        which the recomputation draws after this multiplication.)
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0

@@ -193,7 +193,7 @@ _FIELDS = len(_COLUMN)
 
 @dataclass(frozen=True)
 class Holdings:
-    """Tensors of a rank at the moments that may be its peak. See Note [Peaks of a rank]."""
+    """Tensors of a rank at the points of a step that may be its peak. See Note [Peaks of a rank]."""
 
     headed: Holding
     """Moments with the model's last stage in its backward; zeros on a rank without it."""
@@ -211,7 +211,7 @@ def holdings(
     *,
     every_moment: bool = True,
 ) -> Holdings:
-    """Return the tensors of candidates at the moments that may be the peak.
+    """Return the tensors of candidates at the points of a step that may be the peak.
 
     Args:
         rows: Results of `rank_holdings` for different pipelines.
@@ -238,7 +238,7 @@ def holdings(
 def rank_holdings(
     kind: int, pp: int, microbatches: int, rank: int, blocks: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Return the tensors of a pipeline rank at the moments that may be its peak.
+    """Return the tensors of a pipeline rank at the points of a step that may be its peak.
 
     The result is an array [kinds, COUNT, fields]: kinds are the fields of `Holdings`, and fields
     are those of `Holding`.
@@ -280,7 +280,7 @@ def stages_of_rank(kind: int, pp: int, rank: int, chunks: int) -> tuple[int, ...
 
 
 def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the moment with the largest weighted sum for each entry of _WEIGHTS.
+    """Return the point of a step with the largest weighted sum, for each entry of _WEIGHTS.
 
     See Note [Peaks of a rank].
     """

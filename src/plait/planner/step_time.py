@@ -6,8 +6,8 @@ the overlapped part slows the computation by a factor. Invariant: the terms sum 
 step.
 
 The time of a collective is its bytes divided by the bandwidth of the slowest link, plus a latency
-per step of a ring. In a ring over n ranks, every rank sends S (n-1)/n bytes. If q of the ranks
-share a domain (a node, or an NVL72), the bytes are sent over the links inside the domain, and over
+per step of a ring. In a ring over n ranks, an all-gather or reduce-scatter of S bytes makes every
+rank send S (n-1)/n bytes. If q of the ranks share a domain (a node, or an NVL72), the bytes are sent over the links inside the domain, and over
 the q network cards of these ranks between domains. This is the model of NCCL's ring
 (`src/graph/tuning.cc`). A step of the ring takes 3.4 us inside a domain and 14 us between domains,
 more on some clouds.

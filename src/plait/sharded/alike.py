@@ -390,9 +390,9 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, whose bits are read as integers, modulo 2**64.
+    """Return the sum modulo 2**64 of a tensor's elements, whose bits are read as integers.
 
-    One flipped bit changes the sum, which is a 0-dimensional int64 tensor.
+    One flipped bit changes the sum. The result is a 0-dimensional int64 tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.dtype.is_complex:

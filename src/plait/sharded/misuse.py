@@ -339,11 +339,11 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the configuration, with the seed of torch.manual_seed if it sets no seed itself.
+    """Return the configuration with the caller's seed, unless it sets a seed itself.
 
     Args:
         resolved: The configuration.
-        seed: The initial seed of rank 0's default generator.
+        seed: The initial seed of rank 0's default generator, as set by `torch.manual_seed`.
     """
     if resolved.sources.get("run.seed", "default") != "default" or seed >= _USER_SEED_LIMIT:
         return resolved

@@ -197,8 +197,8 @@ class ShardedModel:
 
         Args:
             batches: Micro-batches of the step, as `micro_batches` returns them.
-            loss: Maps (output, micro-batch) to the tensor that the backward starts from,
-                0-dimensional.
+            loss: Maps (output, micro-batch) to the 0-dimensional tensor that the backward starts
+                from.
             loss_fn: The function that `loss` computes with. If it supports logits that are split
                 over the vocabulary, the logits are not gathered. A pipeline checks that the last
                 stage has everything that this function reads.
@@ -325,9 +325,9 @@ class ShardedModel:
     def non_finite_error(
         self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Return a function that takes the gradient norm and returns the error of a step.
+        """Return a function that builds the error of a step with a non-finite loss or gradient.
 
-        The step's loss or gradients are not finite. The function that is returned is collective.
+        The function takes the gradient norm. Its call is collective.
 
         Args:
             step: Number of the step.

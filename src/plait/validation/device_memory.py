@@ -267,8 +267,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Time steps with optimizer states on device and host, and estimate the largest model.
 
-    The peaks at two depths give the bytes per layer, from which follows the number of layers that
-    fit into the device's memory. The largest model is not trained: its states would fill the host's
+    The peaks at two depths give the bytes per layer, and thus the number of layers that fit into
+    the device's memory. The largest model is not trained: its states would fill the host's
     memory, and pinning them would take longer than all other rows.
     """
     require("transformers")

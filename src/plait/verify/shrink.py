@@ -399,8 +399,8 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
     """Return the smallest numbers of heads and key-value heads with the same split over ranks.
 
-    The old and the new numbers are divisible by the same `degrees`. For the same degrees, they
-    replicate key-value heads and have several heads per rank.
+    For each of `degrees`, three properties stay the same: whether it divides the numbers of heads,
+    whether key-value heads are replicated, and whether a rank has none, one or several heads.
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:

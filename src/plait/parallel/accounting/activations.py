@@ -104,7 +104,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def restored(self, assignment: Assignment) -> int:
-        """Return the most bytes that the backward of any one block recomputes or prefetches."""
+        """Return the largest number of bytes that the backward of one block recomputes or prefetches."""
         restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
         return max(restored, default=0)
 
@@ -368,7 +368,10 @@ def _bytes_in_flight(in_flight: _InFlight, stages: Sequence[_StageBytes]) -> int
 
 
 def _peak_bytes(distinct: Iterable[_InFlight], stages: Sequence[_StageBytes]) -> int:
-    """Return the most bytes during any action, including those of the action itself."""
+    """Return the peak of the activation bytes over all actions.
+
+    Bytes that an action itself allocates are included.
+    """
     peak = 0
     for in_flight in distinct:
         total = _bytes_in_flight(in_flight, stages)

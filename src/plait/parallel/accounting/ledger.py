@@ -502,8 +502,8 @@ def offloaded_bytes_of(
     """Yield every parameter of the offloaded units with its bytes on this rank.
 
     Yields:
-        (parameter, padded bytes, bytes): the size of this rank's shard with and without padding to
-            the size of the first rank's shard.
+        (parameter, padded bytes, bytes). Both sizes are those of this rank's shard. The padded one
+            includes the padding to the size of the first rank's shard.
     """
     units = offloaded_units(facts, ratio)
     ledger_of = ledger_view_of(ledger)

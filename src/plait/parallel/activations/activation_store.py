@@ -75,7 +75,7 @@ class ActivationStore(Protocol):
     """Store for the tensors that blocks save for their backward."""
 
     def begin(self) -> None:
-        """Begin another forward. Required if the last forward's backward may not have begun."""
+        """Begin another forward. Call this if the last forward's backward may not have begun."""
 
     def open(self, index: int) -> SavedGroup:
         """Open a group for block `index`. Groups are opened in the order of the blocks."""

@@ -290,7 +290,7 @@ def _loss_of_copy(
 def _kind(batch: Any) -> Any:
     """Return a key of a batch's entries, dtypes and flags.
 
-    Batches with equal keys are taken to follow the same path through a model.
+    Batches with equal keys are assumed to follow the same path through a model.
     """
     if isinstance(batch, torch.Tensor):
         return batch.dtype, batch.ndim

@@ -46,8 +46,8 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     first block, else on the last. On the first stage a matrix is assumed to be an embedding,
     whose lookup costs 0. A tied embedding (whose other name is also outside the blocks) counts as
     the head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in
-    each. Experts count as if all were used, which is right for the balance of equal blocks, but too
-    much compared to the head.
+    each. Experts count as if all were used. This does not affect the balance of equal blocks, but
+    overestimates their cost relative to the head.
 
     Raises:
         ModelError: The model has no blocks.

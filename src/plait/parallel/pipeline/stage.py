@@ -9,8 +9,9 @@ Note [Running a stage]
     Values that a model computes before its blocks are not known on later stages. They are NaN
     there, unless the cut requires that a stage computes them again.
 
-    Names of parameters do not change. Parameters of other ranks are replaced: by NaN if the model's
-    code also runs over them with unknown values, else by a tensor whose use is an error.
+    Names of parameters do not change. Parameters of other ranks are replaced. If an earlier stage
+    uses a parameter first, the replacement is NaN, because the model's code also runs here, with
+    unknown values. Otherwise it is a tensor that raises an error when it is used.
 
 Note [Placeholders]
     A model's code does not only call its blocks. It also reads attributes such as a layer's type,
@@ -295,8 +296,8 @@ def _drop_parameters(
     """Remove the parameters outside the blocks that only other stages use.
 
     Returns:
-        Stand-ins for the removed parameters that an earlier stage uses, because the model's code
-            also runs over them here. Any use of another removed parameter is an error.
+        NaN stand-ins for the removed parameters that an earlier stage uses first. The model's code
+            also reads these parameters here. Using any other removed parameter raises an error.
     """
     begin = max(cut.bounds[stage] for stage in indices)
     nan_parameters = []
@@ -363,7 +364,7 @@ def _nan_embedding(
 def _nan(
     shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
 ) -> torch.Tensor:
-    """Return a tensor of NaN. Only a `dense` one has memory for every element."""
+    """Return a tensor of NaN. Without `dense`, all elements share the memory of one."""
     if dense:
         return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
@@ -399,8 +400,8 @@ class Placeholder(nn.Module):
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Forward of the placeholder.
 
-        It is a property because a forward that was assigned to the block itself is one of the
-        shared attributes; a property takes precedence over it.
+        The attributes that the placeholder shares with its block may include a `forward` that was
+        assigned to the block. A property takes precedence over this attribute.
         """
         return self.plait_run
 

@@ -70,7 +70,7 @@ def state_bytes(
         form: Form of the states, or None for the dtype of the parameter.
         shape: Unsharded shape of the parameter.
         itemsize: Bytes of an element of the parameter.
-        tensors: Number of states of an optimizer without a special form.
+        tensors: Number of state tensors per parameter. Only used if `form` is None.
         numel: Elements of the part, an int or an array. A multiple of the block size.
     """
     if form is None:
