@@ -1,14 +1,14 @@
 """Hooks of a training step, which techniques attach and the step calls.
 
 Note [Hooks of a step]
-    A step makes these calls. A hook overrides the methods that it needs:
+    A hook overrides the methods that it needs. A step calls them in this order:
 
     1. `transform` for every micro-batch.
     2. For every micro-batch: `before_microbatch`, the forward, and the backward inside the
        context `backward`.
     3. `finish_reduction`. Gradients are the sums over all ranks afterwards.
-    4. The global gradient norm decides whether the update is skipped. If it is not:
-       `before_update`, and then the optimizer step.
+    4. `before_update`, and then the optimizer step, unless the update is skipped because of the
+       global gradient norm.
     5. `after_step`.
 
     `order.HOOKS` is the order in which the hooks of all techniques are called.
@@ -206,12 +206,12 @@ class Hooks:
 
     @property
     def description(self) -> str:
-        """Selections that the hooks made at the start of the run, described in one string."""
+        """Description of the choices that the hooks made at the start of the run."""
         return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property
     def non_default_description(self) -> str:
-        """The `description` without the selections that are defaults."""
+        """Description of those choices that are not defaults."""
         hooks = [hook for hook in self.all if not hook.is_default_choice]
         return ". ".join(hook.description for hook in hooks if hook.description)
 

@@ -136,7 +136,7 @@ def _dropout_of_scores(job: Job, counted: CountedBytes) -> Numbers:
 def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
     """Return the measured bytes of a block minus those of a formula, on one rank of the layout.
 
-    Bytes are measured on fake tensors without parallelism, and then scaled to the layout. A positive
+    Bytes are measured on fake tensors without parallelism and then scaled to the layout. A positive
     difference is attributed to norms, which only sequence parallelism shards. A negative difference
     scales like the formula. Attention scores are sharded like the heads. The formula includes
     dropout only if the model was counted with dropout.

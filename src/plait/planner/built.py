@@ -380,7 +380,7 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return the long and the short sequence length at which bytes are counted for `_extrapolate`.
+    """Return (long, short) sequence lengths at which bytes are measured for `_extrapolate`.
 
     Some recurrent models of Transformers call operators per token. Counting at the full length
     would take minutes to hours, so both lengths are short for such models.

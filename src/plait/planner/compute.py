@@ -285,7 +285,7 @@ def _experts(
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention, forward and backward.
+    """Return the seconds of attention, as (forward, backward).
 
     A fused kernel computes the causal half of the scores, and the output from scores and values.
     Its backward computes the scores again, two gradients as wide as a key and two as wide as a
@@ -330,7 +330,7 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 
 
 def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
+    """Return the seconds of attention with context parallelism on GPUs, as (forward, backward).
 
     `forward` is the time of the fused kernel if values need not be padded to the width of queries.
     FlexAttention, which is used for soft-capped scores, runs its forward again in the backward. In
@@ -394,7 +394,7 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention without a fused kernel, forward and backward.
+    """Return the seconds of attention without a fused kernel, as (forward, backward).
 
     This attention runs in float32 in every precision. Scores are written, masked, normalized and
     read (24 bytes per score). Dropout writes a random number and a masked score, and reads the

@@ -354,7 +354,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Return the recomputed fraction of the blocks of the stage with the most blocks."""
+    """Return the fraction of blocks that the stage with the most blocks recomputes."""
     every = job.layouts.every
     if not job.has_exact_blocks:
         return 1 / every
@@ -363,7 +363,7 @@ def recompute_share(job: Job) -> Numbers:
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the numbers of layers of the largest, the first and the last pipeline stage.
+    """Return the layers of the pipeline stages, as (largest stage, first stage, last stage).
 
     Layers are distributed evenly; the first stages take the remainder. If layers + 2 is divisible
     by the number of stages but layers is not, the embedding and the head count as one layer each,

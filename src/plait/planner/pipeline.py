@@ -193,7 +193,10 @@ _FIELDS = len(_COLUMN)
 
 @dataclass(frozen=True)
 class Holdings:
-    """Tensors of a rank at the points of a step that may be its peak. See Note [Peaks of a rank]."""
+    """Tensors of a rank at the points of a step that may be its peak.
+
+    See Note [Peaks of a rank].
+    """
 
     headed: Holding
     """Moments with the model's last stage in its backward; zeros on a rank without it."""

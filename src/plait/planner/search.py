@@ -390,7 +390,10 @@ def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpac
 def _fastest(
     request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
-    """Return, for each family, the fastest layout that is probable enough to fit."""
+    """Return the fastest layout of each family, at most `best` in total.
+
+    Only layouts that are likely enough to fit into memory are considered.
+    """
     order = np.flatnonzero(estimated.needed_bytes <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(estimated.seconds[order], kind="stable")]

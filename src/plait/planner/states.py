@@ -497,7 +497,12 @@ class _PartsOfModel:
     tied: bool
 
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
-        """Return the bytes on a rank with `layers` blocks and the outer parameters in `present`."""
+        """Return the bytes on a rank with `layers` blocks.
+
+        Args:
+            layers: Number of blocks on the rank.
+            present: Whether the rank has each of the `ends`, as 1 or 0.
+        """
         ends = self.ends
         states = {}
         for kind, value in self.block.items():

@@ -68,7 +68,7 @@ _SHOWN_SETS = 3
 def refuse_different_ranks(
     model: nn.Module, resolved: Resolved, mesh: Mesh, *, weights: str | Path | None = None
 ) -> int:
-    """Raise InputError with the first difference on all ranks, if ranks differ. Collective.
+    """If ranks differ, raise InputError with the first difference on all ranks. Collective.
 
     With a fake process group, whose other ranks do not exist, nothing is compared.
 

@@ -241,7 +241,7 @@ def split(
 
     Args:
         checked: The checked model.
-        weights: See `shard`. Only the files are compared between ranks.
+        weights: See `shard`. The files are compared between ranks, but not read into the model.
         loss_fn: Loss of the training, if it is known.
         forward: Passes a micro-batch through the model.
 

@@ -226,7 +226,7 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model whose predicted peak is closest to `share` x `limit`, and its peak in bytes.
+    """Return (model whose predicted peak is closest to `share` x `limit`, predicted peak in bytes).
 
     Args:
         limit: Bytes of memory.

@@ -104,7 +104,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def restored(self, assignment: Assignment) -> int:
-        """Return the largest number of bytes that the backward of one block recomputes or prefetches."""
+        """Return the most bytes that the backward of a single block recomputes or prefetches."""
         restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
         return max(restored, default=0)
 
@@ -140,7 +140,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Activations of one pipeline rank, from its stages and its row of the schedule."""
+    """Activation memory of one pipeline rank, from its stages and its row of the schedule."""
 
     schedule: Schedule
     rank: int
@@ -207,7 +207,7 @@ class RankActivations:
         return best
 
     def least(self) -> tuple[int, Assignment]:
-        """Return the smallest possible budget, and the modes that need it."""
+        """Return (smallest possible budget, modes that meet it)."""
         distinct = self._distinct_in_flight()
         return min(
             (_peak_bytes(distinct, self._stage_bytes(assignment)), assignment)

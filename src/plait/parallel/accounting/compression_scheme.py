@@ -73,7 +73,7 @@ class Scheme(Policy):
         return self.gradient_bits
 
     def bucket_bytes(self, default: int) -> int:
-        """Return the bucket size for quantised gradients, or `default` if they are not quantised."""
+        """Return the bucket size for quantised gradients, or `default` for other gradients."""
         if self.gradient_bits:
             return QUANTISED_BUCKET_BYTES
         return default

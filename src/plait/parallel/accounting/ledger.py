@@ -304,7 +304,7 @@ def local_rows(
 
 
 def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
-    """Return True for candidates that shard parameters, or cast them for the computation."""
+    """Return True for candidates that use `fully_shard`, to shard or only to cast parameters."""
     return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
 
 

@@ -659,7 +659,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Simulate a receive. As in the runtime, it also starts the next receive from the same rank.
+        """Simulate a receive. As in the runtime, it also starts the next one from the same rank.
 
         Returns:
             Bytes of the message that the sending stage also holds, because it is on this rank.

@@ -8,8 +8,8 @@ have no name: a process that dies leaves nothing behind.
 
 Every training step gathers its units in the same order. When `ShardPrefetcher` sees an all-gather,
 it therefore reads the unit that was gathered next in the previous step. This applies in forward, in
-backward and between the two. A shard is evicted as soon as the all-gather has read it. If the order changes,
-some reads are needless, but no result is wrong, because the files are mapped.
+backward and between the two. A shard is evicted as soon as the all-gather has read it. If the order
+changes, some reads are needless, but no result is wrong, because the files are mapped.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def imbalance(loads: Sequence[float]) -> float:
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
     """Return the facts of the part of a model that a rank with these stages holds.
 
-    Tied parameters of several stages are on each of them.
+    Parameters that are tied across stages belong to each of these stages.
     """
     rank_stages = set(stages)
     blocks = tuple(name for stage in stages for name in _blocks_of_stage(cut, stage))

@@ -371,7 +371,7 @@ def _nan(
 
 
 class StageEnd(Exception):
-    """Control flow that leaves the model's forward after the last block of a stage.
+    """Exception that ends the model's forward after the last block of a stage.
 
     Attributes:
         output: Output of that block.
