@@ -36,7 +36,7 @@ class StepEnd:
     skipped: bool
     """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
-    """Factor by which the loss scale has changed, and so the gradients of the next step."""
+    """Factor by which the loss scale, and with it the gradients of the next step, changed."""
 
 
 class StepHook:
@@ -45,7 +45,7 @@ class StepHook:
     See Note [Hooks of a step]."""
 
     description: str = ""
-    """Description of what the hook selected at the start, with the reason. Empty: nothing."""
+    """Description of the hook's choice at the start, with the reason. Empty without a choice."""
 
     is_default_choice: bool = False
     """True if `description` describes a default. The first lines of a run leave it out."""

@@ -388,7 +388,7 @@ class TokenMaskObserver:
 
     def __init__(self, model: nn.Module) -> None:
         self.mask: torch.Tensor | None = None
-        """Token mask of the running (or else last) forward, or None. See `attach_token_mask`."""
+        """Token mask of the latest forward, or None if it had no mask. See `attach_token_mask`."""
         self._signature = inspect.signature(model.forward)
         self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 

@@ -40,10 +40,10 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly. Tests compare the formulas with counted bytes.
+"""Families that the formulas cover exactly. Tests compare the formulas with measured bytes.
 
-Plans do not count DeepSeek's blocks, because its values are narrower than its keys. Kernels of GPUs
-support this, but those of CPU cores, with which blocks are counted, do not.
+Plans do not measure DeepSeek's blocks, because its values are narrower than its keys. GPU kernels
+support this, but the CPU kernels with which blocks are measured do not.
 """
 
 

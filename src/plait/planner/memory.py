@@ -44,7 +44,7 @@ class Memory:
     terms: dict[str, Numbers]
     """Allocated bytes by term at the peak."""
     moment: Numbers
-    """Index into MOMENTS."""
+    """Index into MOMENTS of the point of the step at which the peak occurs."""
     slack: Numbers
     """Bytes that the allocator reserves beyond the allocated ones."""
     context: Numbers

@@ -176,7 +176,7 @@ class Holding:
     root_ended: Numbers
     """1 if parameters outside the blocks had all of their backwards."""
     running: Numbers
-    """Blocks of the stage that is in its backward; 0 if there is no such moment."""
+    """Blocks of the stage that is in its backward; 0 if there is none."""
     head: Numbers
     """1 if this is the model's last stage, and its loss is in memory."""
     ends_root: Numbers
@@ -184,9 +184,9 @@ class Holding:
 
 
 _USUAL_MOMENT = 2
-"""Index into _WEIGHTS of the moment that is the peak most often."""
+"""Index into _WEIGHTS of the assumptions whose point of the step is the peak most often."""
 COUNT = len(_WEIGHTS)
-"""Number of moments per kind."""
+"""Number of points of a step per kind."""
 _COLUMN = {field.name: index for index, field in enumerate(fields(Holding))}
 _FIELDS = len(_COLUMN)
 
@@ -199,11 +199,11 @@ class Holdings:
     """
 
     headed: Holding
-    """Moments with the model's last stage in its backward; zeros on a rank without it."""
+    """Points with the model's last stage in its backward; zeros on a rank without this stage."""
     others: Holding
-    """Moments with another stage in its backward."""
+    """Points with another stage in its backward."""
     endings: Holding | None
-    """Moments with a stage in its last backward of the step. None in a first estimate."""
+    """Points with a stage in its last backward of the step. None in a first estimate."""
     closing: Holding
     """Last backward of the rank."""
 

@@ -83,7 +83,7 @@ class LayoutChoice:
     memory_terms: Mapping[str, float]
     """Allocated bytes at the peak by term."""
     moment: str
-    """Moment of the peak, one of `memory.MOMENTS`."""
+    """Point of the step at which the peak occurs, one of `memory.MOMENTS`."""
 
     @property
     def budget(self) -> float | None:
@@ -272,7 +272,7 @@ class Plan:
     best: tuple[LayoutChoice, ...]
     """Fastest layout of each family, in the order of their seconds."""
     ties: int
-    """Number of these layouts, including the first, that may be the fastest.
+    """Number of layouts of `best`, including the first, that may be the fastest.
 
     They differ by less than the uncertainty between two layouts of one model.
     """

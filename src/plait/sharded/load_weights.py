@@ -31,8 +31,8 @@ SINGLE_FILE = "model.safetensors"
 _MAPPED_BYTES = 64 << 20
 """Number of bytes that are read before a file is opened again.
 
-The pages that were read of an open file stay mapped, so without this the weights would take their
-memory twice.
+The pages that were read of an open file stay mapped, so without this limit the weights would take
+twice their memory.
 """
 _COMPARED_ELEMENTS = 4 << 20
 """Number of elements of two tensors that are compared at a time."""

@@ -33,7 +33,7 @@ FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
-"""Remedy for callers without an engine or a ParallelModel, which return full weights."""
+"""Remedy for callers without an engine or a ParallelModel: a call that returns full weights."""
 
 
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"

@@ -55,7 +55,7 @@ class Stepper:
     parameters: list[nn.Parameter]
     """Parameters whose gradients are dropped after each step.
 
-    They may be more than the optimizer updates. The others do not count in the norm.
+    Parameters that the optimizer does not update are included, but do not count in the norm.
     """
     mesh: Mesh
     optimizer: torch.optim.Optimizer

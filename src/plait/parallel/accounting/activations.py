@@ -64,7 +64,7 @@ class StageMode:
     peak: int = 0
     """Most bytes that forward and backward hold at once.
 
-    These are all of the above, recomputed tensors and temporaries. Gradients of parameters are
+    They include all of the above, recomputed tensors and temporaries. Gradients of parameters are
     counted until they are accumulated.
     """
     stored: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class StageMode:
     deferred: tuple[int, ...] = ()
     """Bytes that a block keeps between the halves of a split backward. Empty without a split."""
     deferred_outside: int = 0
-    """Bytes that are kept between the halves outside the blocks."""
+    """Bytes outside the blocks that are kept between the halves of a split backward."""
 
 
 @dataclass(frozen=True)

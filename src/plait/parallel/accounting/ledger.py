@@ -64,9 +64,9 @@ class StageCounts:
     boundary_bytes: Array
     """Bytes of one tensor that is sent to another stage."""
     shared_bytes: Array
-    """Bytes sent for the sum of gradients that n stages share, after sharding.
+    """Bytes sent to sum the gradients of parameters that n stages share.
 
-    These are 2 (n - 1) / n of the gradients.
+    These are 2 (n - 1) / n of this rank's shards of the gradients.
     """
 
 
@@ -130,7 +130,7 @@ class Ledger:
     """Coordinate along tp of the ledger's rank. Rank 0 holds the most."""
     cp: Array
     ep: Array
-    """Number of ranks of a stage with different experts."""
+    """Degree of expert parallelism: number of ranks over which a stage's experts are split."""
     edp_rank: Array
     """Coordinate of the ledger's rank among those with the same experts. Rank 0 holds the most."""
     tokens: Array
@@ -141,7 +141,7 @@ class Ledger:
     activations: RankActivations | None = None
     """Measured activations of a micro-batch of `tokens`, or None to leave activations out."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
-    """Dimension that tensor parallelism splits, by parameter name, or None for replicated ones."""
+    """Dimension that tensor parallelism splits, by parameter name. None: it is replicated."""
     sequence_parallel: Any = False
     """True if tensor parallelism also shards sequences; an array if candidates differ."""
     experts: frozenset[str] = frozenset()

@@ -258,7 +258,7 @@ class _StepSimulation:
         self.last_gather = 0
         """Flat buffer of the last all-gather of a forward, which stays until the next one."""
         self.forward_order: list[int] = []
-        """Units by the end of their forward."""
+        """Units in the order in which their forwards ended."""
         self.unsharded_gradients: dict[Unit, int] = {}
         self.gradient_shards: dict[Unit, int] = {}
         self.partial_shards: dict[Unit, int] = {}

@@ -88,8 +88,8 @@ class Reducer(StepHook):
     track_unused: bool = True
     """True if a parameter that no rank used keeps `grad = None`.
 
-    It also lets ranks receive a gradient in different numbers of parts. Costs one small all-reduce
-    per step.
+    The exchange of used parameters also tells which buckets are late on any rank. It costs one
+    small all-reduce per step.
     """
     excluded: frozenset[nn.Parameter] = frozenset()
     """Parameters of the model that another hook reduces."""

@@ -36,7 +36,7 @@ FEWEST_NUMBERS = 4096
 Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
 """
 TENSOR_PARALLEL_DEGREE = 8
-"""Largest degree, a power of two, up to which splitting rows over tp divides no block."""
+"""Largest degree of tp, a power of two, that never splits a block."""
 _SCALE_BYTES = 4
 
 
