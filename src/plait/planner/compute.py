@@ -3,7 +3,7 @@
 The seconds are sums over matrix multiplications ("products"), attention, element-wise kernels, and
 kernel launches by the host. They are closed-form expressions over arrays of candidates. The time of
 a product is its FLOPs, rounded up to full waves of tiles, divided by the FLOP/s that kernels reach,
-plus the start and end of the kernel (`ramp`). The time is at least the product's bytes divided by
+plus the time to start and end the kernel (`ramp`). It is at least the product's bytes divided by
 the memory bandwidth. Values are for the forward unless a name says otherwise.
 """
 

@@ -331,7 +331,8 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """Return the bytes that a layer saves per micro-batch.
 
-    The first value is without recomputation, the second with the layout's recomputation.
+    Returns:
+        (bytes without recomputation, bytes with the layout's recomputation).
     """
     if job.has_exact_blocks:
         return saved_by_recomputation(job)

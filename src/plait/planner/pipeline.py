@@ -416,7 +416,7 @@ def _moments_of_table(
 def _row(
     table: str, pp: int, microbatches: int, each: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the stage and the kind of every action of a rank, in order."""
+    """Return (stages, kinds) of all actions of a rank, in order."""
     row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
     return np.array([action.stage for action in row]), np.array([action.kind for action in row])
 

@@ -159,8 +159,8 @@ def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> C
 def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
     """Raise InputError for a parameter whose shape has changed.
 
-    `resize_token_embeddings` changes it. Gradients and optimizer states have the former shape, and
-    an update would write past their end.
+    `resize_token_embeddings` changes shapes, for example. Gradients and optimizer states keep the
+    former shape, and an update would write past their end.
 
     Args:
         shapes: (name, parameter, shape) of the parameters when the model was given to Plait.

@@ -227,8 +227,9 @@ class ShardedModel:
     def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
         """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
 
-        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
-        gathered parameters that a module has between its forward and its backward.
+        An optimizer has only the shards, whose `grad` does not contain unreduced gradients. Between
+        its forward and its backward, a module has only gathered parameters, whose `grad` does not
+        contain the reduced gradients of the shards.
         """
         is_hidden = isinstance(owner, nn.Module) and is_gathered(self.guard.units)
         if not (self._has_accumulated or is_hidden):

@@ -1,9 +1,10 @@
 """Rules that shrink a configuration or model such that a layout splits it like the original.
 
-Sizes shrink. Properties that determine the code path do not change: whether heads, key-value heads,
-widths and the vocabulary are divisible by each degree of the layout, grouped or multi-query
-attention, kinds of layers, experts per token. The report lists every change. The rules are
-arithmetic on a dictionary, and `verify.choose` checks that the resulting model runs.
+Sizes shrink. Properties that determine the code path do not change. These are the divisibility of
+heads, key-value heads, widths and the vocabulary by each degree of the layout, the kind of
+attention (grouped or multi-query), the kinds of layers, and the number of experts per token. The
+report lists every change. The rules are arithmetic on a dictionary, and `verify.choose` checks that
+the resulting model runs.
 """
 
 from __future__ import annotations

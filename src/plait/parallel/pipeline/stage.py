@@ -2,9 +2,9 @@
 
 Note [Running a stage]
     The model keeps its own `forward`, and each stage runs its part of it. The list of blocks keeps
-    its length. While a stage runs, the blocks outside it are replaced by placeholders: the
-    placeholder before the stage returns what arrived from the previous stage, and the last block of
-    the stage ends the forward.
+    its length. While a stage runs, the blocks outside it are replaced by placeholders. The
+    placeholder before the stage returns what arrived from the previous stage. The forward ends
+    after the last block of the stage.
 
     Values that a model computes before its blocks are not known on later stages. They are NaN
     there, unless the cut requires that a stage computes them again.
