@@ -407,8 +407,8 @@ def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
 def deferred_bytes(job: Job) -> Numbers:
     """Return the bytes per token that a block keeps between the two halves of a split backward.
 
-    These are the gradients of the outputs of its matrix multiplications and norms, in addition to
-    its saved tensors.
+    These are the output gradients of the block's matrix multiplications and norms, in addition to
+    the block's saved tensors.
     """
     widths = _widths(job)
     return (

@@ -148,9 +148,9 @@ gradients of a finished stage, and the saved tensors of a loss. See Note [Peaks 
 class Holding:
     """Numbers of tensors that a rank has in memory at the start of a backward.
 
-    Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
-    blocks are sums over the micro-batches of all stages of the rank. Stages may have different
-    numbers of blocks.
+    Arrays have one entry per candidate, or are [COUNT, candidates] for several points of a step.
+    Counts of blocks are sums over the micro-batches of all stages of the rank. Stages may have
+    different numbers of blocks.
     """
 
     blocks: Numbers

@@ -92,7 +92,7 @@ def _without_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
 def supports_cache(model: nn.Module) -> bool:
     """Return True if a model supports Transformers' `DynamicCache`.
 
-    Some models have a cache class of their own, or keep a state in their modules.
+    Other models have a cache class of their own, or keep a state in their modules.
     """
     if cache_argument(model) is None or getattr(model, "config", None) is None:
         return False

@@ -167,7 +167,7 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the kind of every layer, as a tuple.
+    """Return the kind of every layer. Each kind is a tuple.
 
     The tuple has the layer's entries of all fields with one entry per layer, such as `layer_types`.
     Layers with equal tuples are of the same kind.

@@ -570,7 +570,7 @@ class DiskGroup:
     def put(self, flat: torch.Tensor) -> int:
         """Queue a one-dimensional tensor to be written, and return its handle.
 
-        Waits if more than the limit is queued.
+        The call waits if more than the limit is queued.
 
         Raises:
             DiskError: The file cannot be created, or an earlier tensor could not be written.

@@ -391,8 +391,8 @@ class Reducer(StepHook):
     def finish_reduction(self) -> None:
         """Complete the sums (or means) of all gradients. Collective.
 
-        It is also needed on a rank whose loss reached no parameter. A second call for the same
-        backward does nothing.
+        Ranks whose loss reached no parameter must call it too. A second call for the same backward
+        does nothing.
         """
         if self._finished:
             return
