@@ -252,7 +252,7 @@ class Job:
     Models with fused queries, keys and values require this.
     """
     counted: CountedBytes | None = None
-    """Saved bytes of the blocks if they were counted, for families without exact formulas."""
+    """Saved bytes of the blocks if they were measured, for families without exact formulas."""
 
     @property
     def is_plait(self) -> NDArray[np.bool_]:

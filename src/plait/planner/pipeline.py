@@ -301,13 +301,14 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the moments of a rank for GPipe, 1F1B and schedules without an action table.
+    """Return the tensors of a rank at points of a step, from the formulas for GPipe and 1F1B.
 
-    All stages of a rank are treated as one. Schedules without an action table are only estimated
-    for comparison.
+    Other schedules without an action table are treated as 1F1B, and only estimated for comparison.
+    All stages of a rank are treated as one.
 
     Returns:
-        All moments that may be the peak, and the moment before the last backward of the stage.
+        (all points that may be the peak, the point before the last backward of the stage), as
+        arrays [points, fields of `Holding`].
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages
@@ -351,10 +352,11 @@ def _moments_of_table(
     stages: tuple[int, ...],
     blocks: tuple[int, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the moments of a rank for a schedule with an action table.
+    """Return the tensors of a rank at points of a step, from the schedule's action table.
 
     Returns:
-        The moments before all backwards, and those before the last backward of a stage.
+        (points before all backwards, points before the last backward of a stage), as arrays
+        [points, fields of `Holding`].
     """
     of_row, kinds = _row(
         table, pp, _representative_micro_batches(table, pp, microbatches), len(stages), rank
