@@ -3,8 +3,9 @@
 With the log-sum-exp, softmaxes over different keys can be combined into one.
 
 All tensors are [batch, heads, tokens, head_dim]. A log-sum-exp is [batch, heads, queries] in
-float32 or wider. A backward may receive the output and the log-sum-exp of a softmax over more keys
-than it receives. It then returns the share of the gradients that flows through its keys.
+float32 or wider. The output and the log-sum-exp that a backward receives may belong to a softmax
+over more keys than those that it receives. It then returns the share of the gradients that flows
+through the received keys.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _flash_backward(tensors: Tensors, softmax: Softmax, band: Band, scale: float
 
 
 def _flash_inputs(tensors: Tensors) -> list[torch.Tensor]:
-    """Return the tensors as [batch, tokens, heads, width] with one aligned, contiguous width."""
+    """Return the tensors as [batch, tokens, heads, width], all padded to one aligned width."""
     query, _, value = tensors
     width = _aligned(max(query.shape[3], value.shape[3]))
     return [_padded(x.transpose(1, 2), width) for x in tensors]

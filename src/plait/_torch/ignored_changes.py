@@ -128,11 +128,11 @@ _SHARD_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 @functools.cache
 def _refuse_sums_with_shards() -> None:
-    """Refuse operators that combine a term that depends on a shard with one that does not.
+    """Refuse operators on a tensor that was computed from shards and a plain tensor.
 
-    torch allows such a sum if it has one element. For example, a loss may add a penalty on weights
-    that was computed before the forward. Its backward would reach the model first, and fail in an
-    operator that is unrelated to the penalty.
+    torch allows them for tensors of one element, for example if a loss adds a penalty that was
+    computed from weights before the forward. The backward of the loss would reach the model before
+    the penalty, and fail in an operator that is unrelated to the penalty.
     """
     dispatcher: Any = DTensor._op_dispatcher
     unwrap = dispatcher.unwrap_to_op_info

@@ -68,7 +68,7 @@ def allowing_requires_grad() -> AbstractContextManager[None]:
 def outside_of_transforms() -> Iterator[None]:
     """Leave the transforms of torch.func (jvp, vmap, grad) inside the block.
 
-    They wrap the tensors that an operator returns, and a wrapped parameter does not train.
+    Transforms wrap the tensors that an operator returns, and a wrapped parameter does not train.
     """
     if not torch._C._are_functorch_transforms_active():
         yield

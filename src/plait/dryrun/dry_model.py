@@ -291,7 +291,7 @@ class DryModel:
     def _forward(
         self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder
     ) -> tuple[list[torch.Tensor], Any]:
-        """Return the root tensors of the backward, and the boundary activations."""
+        """Return (tensors from which the backward starts, boundary activations)."""
         if stage is None:
             output = self.forward(self.parts.model, self.batch)
         else:

@@ -269,7 +269,7 @@ def _moments(dry: DryModel, boundary: Any, *, row: Sequence[Action]) -> dict[int
 def _optimizer_bytes(
     resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
 ) -> tuple[int, int]:
-    """Return the bytes of optimizer states, and the temporary bytes of an optimizer step.
+    """Return (bytes of optimizer states, temporary bytes of an optimizer step).
 
     Both are measured in an optimizer step on fake shards.
     """

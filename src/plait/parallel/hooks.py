@@ -1,14 +1,14 @@
 """Hooks of a training step, which techniques attach and the step calls.
 
 Note [Hooks of a step]
-    A step makes these calls. A hook overrides the methods that it needs:
+    A hook overrides the methods that it needs. A step calls them in this order:
 
     1. `transform` for every micro-batch.
     2. For every micro-batch: `before_microbatch`, the forward, and the backward inside the
        context `backward`.
     3. `finish_reduction`. Gradients are the sums over all ranks afterwards.
-    4. The global gradient norm decides whether the update is skipped. If it is not:
-       `before_update`, and then the optimizer step.
+    4. `before_update`, and then the optimizer step, unless the update is skipped because of the
+       global gradient norm.
     5. `after_step`.
 
     `order.HOOKS` is the order in which the hooks of all techniques are called.
@@ -36,7 +36,7 @@ class StepEnd:
     skipped: bool
     """True if the update was skipped, because gradients were not finite."""
     rescaled: float = 1.0
-    """Factor by which the loss scale has changed, and so the gradients of the next step."""
+    """Factor by which the loss scale, and with it the gradients of the next step, changed."""
 
 
 class StepHook:
@@ -45,7 +45,7 @@ class StepHook:
     See Note [Hooks of a step]."""
 
     description: str = ""
-    """Description of what the hook selected at the start, with the reason. Empty: nothing."""
+    """Description of the hook's choice at the start, with the reason. Empty without a choice."""
 
     is_default_choice: bool = False
     """True if `description` describes a default. The first lines of a run leave it out."""
@@ -56,9 +56,9 @@ class StepHook:
     def transform(self, batch: Any) -> Any:
         """Return the micro-batch that replaces `batch` for the model and the loss.
 
-        It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. A
-        mapping has `shift_labels` and `position_ids` (see `with_explicit_entries`), so that its
-        sequences can be split.
+        It is called in `train_batch`, `eval_batch` and `predict`. Tensors are on the device. If
+        the batch is a mapping, it has `shift_labels` and `position_ids` (see
+        `with_explicit_entries`), so that its sequences can be split.
         """
         return batch
 
@@ -103,10 +103,13 @@ class StepHook:
         """Drop the state that belongs to the gradients accumulated so far in this step."""
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Handle a call of `zero_grad` by the user within a step. `grad` has already changed.
+        """Handle a call of `zero_grad` by the user within a step.
+
+        The attribute `grad` of the parameters has already changed.
 
         Args:
-            parameters: Parameters whose gradients were zeroed: the shards of sharded parameters.
+            parameters: Parameters whose gradients were zeroed, including the shards of gathered
+                parameters.
             set_to_none: Whether their gradients were dropped instead of filled with zeros.
         """
 
@@ -203,12 +206,12 @@ class Hooks:
 
     @property
     def description(self) -> str:
-        """Selections that the hooks made at the start of the run, described in one string."""
+        """Description of the choices that the hooks made at the start of the run."""
         return ". ".join(hook.description for hook in self.all if hook.description)
 
     @property
     def non_default_description(self) -> str:
-        """The `description` without the selections that are defaults."""
+        """Description of those choices that are not defaults."""
         hooks = [hook for hook in self.all if not hook.is_default_choice]
         return ". ".join(hook.description for hook in hooks if hook.description)
 

@@ -249,7 +249,7 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
     """Yield each unit as (name, module, whether the submodules are included).
 
     No tensor is in two units. Blocks, and modules that contain no block, include their submodules.
-    A module that contains a block has only its direct tensors.
+    The unit of a module that contains a block has only the module's direct tensors.
     """
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

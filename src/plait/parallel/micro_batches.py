@@ -94,9 +94,9 @@ def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
 def samples(batch: Any) -> int:
     """Return the number of samples of a batch.
 
-    The number is the size of dim 0 of the first tensor that has dimensions and is in no list. If
-    every tensor is in a list, the number is the size of dim 0 that all of them have. If their sizes
-    differ, the first list has one entry per sample, and the number is the length of this list.
+    The number is the size of dim 0 of the first tensor that has dimensions and is in no list.
+    Otherwise all tensors are in lists. If they have the same size of dim 0, this size is the
+    number. If not, the first list has one entry per sample, and its length is the number.
 
     Raises:
         InputError: The batch has no tensor with dimensions.
@@ -384,11 +384,11 @@ def token_mask_of(mask: Any) -> Any:
 
 
 class TokenMaskObserver:
-    """Forward hook of a model that stores the token mask of the running (or else last) forward."""
+    """Forward hook of a model that stores the token mask of the latest forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.mask: torch.Tensor | None = None
-        """Token mask of the running (or else last) forward, or None. See `attach_token_mask`."""
+        """Token mask of the latest forward, or None if it had no mask. See `attach_token_mask`."""
         self._signature = inspect.signature(model.forward)
         self._handle = model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 

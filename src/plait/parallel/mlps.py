@@ -66,7 +66,7 @@ def find_mlps(model: nn.Module, blocks: Sequence[str], *, setting: str) -> Token
 
     Raises:
         ModelError: A layer outside attention and MLPs has an output at least as wide as its input,
-            or a module inside an MLP has a hook, which would receive a tile of the tokens.
+            or a module inside an MLP has a hook. (The hook would receive a tile of the tokens.)
     """
     experts = tuple(layer.name for layer in find_experts(model))
     adapted = adapted_layers(model)

@@ -60,10 +60,11 @@ ORDER: tuple[type[Technique], ...] = (
 )
 """Order in which techniques are applied.
 
-What changes the forward of a block comes before what shards it. Precision, offload and compression
-leave settings for the technique that shards and reduces. Precision comes first, because the bytes
-of all others depend on the size of an element. A pipeline comes after tensor parallelism, whose
-plan covers the full model, and before what changes the blocks of this rank.
+Techniques that change the forward of a block come before those that shard it. Precision, offload
+and compression leave settings for the technique that shards and reduces. Precision comes first,
+because the bytes of all others depend on the size of an element. A pipeline comes after tensor
+parallelism, whose plan covers the full model, and before techniques that change the blocks of this
+rank.
 """
 
 HOOKS: tuple[type[StepHook], ...] = (

@@ -70,7 +70,7 @@ class ShardSettings:
     master_weights_on_host: bool = False
     """True if host memory stores shards of parameters and gradients, and the optimizer states."""
     pin_master_weights: bool = False
-    """True if that memory is pinned, so that copies overlap with computation."""
+    """True if this host memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
     """Units whose master weights, gradients and states are not in the device's memory.
 
@@ -124,7 +124,7 @@ class Parts:
     plans: Plans = Plans()
     """Results of the checks."""
     batch_axes: tuple[str, ...] = ()
-    """Axes whose ranks have different parts of the batch, those of all techniques."""
+    """Axes of all techniques whose ranks have different parts of the batch."""
     region: Region | None = None
     """Tensor parallelism: its group, and the state of the modules that it splits."""
     attention: InstalledAttention | None = None
@@ -179,7 +179,7 @@ class Parts:
         )
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
-        """Return the axes that split a parameter, and the axes that sum its gradient."""
+        """Return a parameter's `Reduction`: the axes that split it or sum its gradient."""
         sharded = sharded_axes(parameter)
         # The all-to-all of ep has already brought the tokens of all its ranks to an expert.
         return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)

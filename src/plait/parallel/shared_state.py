@@ -3,7 +3,7 @@
 Ranks of tp and cp compute one micro-batch together. With context parallelism, and in the parts of a
 model where tensor parallelism splits tokens or features, a module receives a part of its input. A
 running mean is then the mean of a part, and a forward that reads it has another result than in one
-process. A counter is the same on all ranks.
+process. A counter, in contrast, is the same on all ranks.
 """
 
 from __future__ import annotations

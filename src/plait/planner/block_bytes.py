@@ -2,11 +2,12 @@
 
 They cover the tensors that the forward saves and the peak of the backward, and depend on
 recomputation, tp, sp and cp. They are derived from `dryrun.dry_model` and the single-rank dry run,
-which execute the model on fake tensors. Tests compare the formulas with these runs. Examples in
-bytes per element of 16-bit hidden states: an eager RMS norm saves its input in float32 and the
-normalized values in 16 bits (6), torch's layer norm kernel saves its input (2), and sequence
-parallelism saves the gathered inputs of matrix multiplications (4). All bytes per token are for one
-rank.
+which execute the model on fake tensors. Tests compare the formulas with these runs. All bytes per
+token are for one rank.
+
+For example, these bytes are saved per element of 16-bit hidden states: an eager RMS norm saves its
+input in float32 and the normalized values in 16 bits (6), torch's layer norm kernel saves its input
+(2), and sequence parallelism saves the gathered inputs of matrix multiplications (4).
 
 "Counted bytes" were measured by a run on fake tensors (`plait.planner.built.counted`).
 """
@@ -98,9 +99,9 @@ def hidden_width(job: Job) -> Numbers:
 
 
 def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the bytes per token that a block saves, for three modes of recomputation.
+    """Return the bytes per token that a block saves, as (none, operators, full).
 
-    The modes are none, operators and full.
+    These are the modes of recomputation.
     """
     none, operators, full = _by_formula(job)
     counted = job.counted
@@ -118,7 +119,8 @@ def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
 def saved_by_recomputation(job: Job) -> tuple[Numbers, Numbers]:
     """Return the bytes that a block saves per micro-batch.
 
-    The first value is without recomputation, the second with the layout's recomputation.
+    Returns:
+        (bytes without recomputation, bytes with the layout's recomputation).
     """
     none, operators, full = (np.asarray(value) * job.tokens for value in saved_bytes(job))
     mixed = full + job.layouts.kept_operators * (operators - full)
@@ -134,9 +136,9 @@ def _dropout_of_scores(job: Job, counted: CountedBytes) -> Numbers:
 
 
 def _difference(job: Job, counted: SavedBytes, formula: Callable[[Job], Numbers]) -> Numbers:
-    """Return the counted bytes of a block minus those of a formula, on one rank of the layout.
+    """Return the measured bytes of a block minus those of a formula, on one rank of the layout.
 
-    Bytes are counted on one rank without parallelism and then scaled to the layout. A positive
+    Bytes are measured on fake tensors without parallelism and then scaled to the layout. A positive
     difference is attributed to norms, which only sequence parallelism shards. A negative difference
     scales like the formula. Attention scores are sharded like the heads. The formula includes
     dropout only if the model was counted with dropout.
@@ -375,9 +377,12 @@ def _attention_backward(job: Job) -> Numbers:
 def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     """Return the saved bytes per token that are not needed once a block has been recomputed.
 
-    These bytes nevertheless stay in memory during the block's backward. The first value is for
-    recomputation of operators: the block's input and some outputs of matrix multiplications. The
-    second value is for full recomputation: the input.
+    These bytes nevertheless stay in memory during the block's backward.
+
+    Returns:
+        (bytes for recomputation of operators, bytes for full recomputation). The first are those of
+        the block's input and of some outputs of matrix multiplications, the second only those of
+        the input.
     """
     widths = _widths(job)
     block_products = products_of(job.model)
@@ -402,8 +407,8 @@ def spent_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
 def deferred_bytes(job: Job) -> Numbers:
     """Return the bytes per token that a block keeps between the two halves of a split backward.
 
-    These are the gradients of the outputs of its matrix multiplications and norms, in addition to
-    its saved tensors.
+    These are the output gradients of the block's matrix multiplications and norms, in addition to
+    the block's saved tensors.
     """
     widths = _widths(job)
     return (

@@ -40,10 +40,10 @@ from plait.parallel.techniques.recompute import Recompute
 from plait.planner.architecture import Architecture
 
 COUNTED_BY_FORMULA = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "deepseek_v2", "deepseek_v3")
-"""Families that the formulas cover exactly. Tests compare the formulas with counted bytes.
+"""Families that the formulas cover exactly. Tests compare the formulas with measured bytes.
 
-Plans do not count DeepSeek's blocks, because its values are narrower than its keys. Kernels of GPUs
-support this, but those of CPU cores, with which blocks are counted, do not.
+Plans do not measure DeepSeek's blocks, because its values are narrower than its keys. GPU kernels
+support this, but the CPU kernels with which blocks are measured do not.
 """
 
 
@@ -230,7 +230,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class CountedBytes:
-    """Saved bytes of a block, counted on fake tensors and averaged over the blocks of a model."""
+    """Saved bytes of a block, measured on fake tensors and averaged over the blocks of a model."""
 
     none: SavedBytes
     """Saved bytes without recomputation."""
@@ -241,14 +241,14 @@ class CountedBytes:
     working: SavedBytes
     """Bytes at the peak of the largest block's backward, including its saved tensors."""
     dropping: bool = False
-    """True if the model was counted with the dropout of the configuration.
+    """True if the model was measured with the dropout of the configuration.
 
-    If it was counted without dropout, formulas add the bytes of the masks.
+    If it was measured without dropout, formulas add the bytes of the masks.
     """
     dropped_scores: float = 0.0
     """Bytes per token of the masks and outputs of dropout on attention scores.
 
-    The value is 0 unless a model with dropout was counted without dropout and its attention stores
+    The value is 0 unless a model with dropout was measured without it and its attention stores
     the scores.
     """
 
@@ -256,19 +256,19 @@ class CountedBytes:
 def counted(
     section: Mapping[str, Any], kind: str, *, sequence: int, precision: str, on_cores: bool
 ) -> CountedBytes | None:
-    """Count the bytes that a model's blocks save for the backward, on fake tensors.
+    """Measure the bytes that a model's blocks save for the backward, on fake tensors.
 
     Args:
         section: `model` section of a configuration.
         kind: `model_type` of its Hugging Face configuration.
         sequence: Tokens per sample.
         precision: Name in `hardware.PRECISIONS`.
-        on_cores: Whether the planned run is on CPU cores. On CPU cores the model is counted with
-            its dropout. GPU kernels apply dropout inside attention. For GPUs the model is therefore
-            counted without dropout, unless its attention stores the scores.
+        on_cores: Whether the planned run is on CPU cores. For CPU cores the model runs with its
+            dropout. GPU kernels apply dropout inside attention. For GPUs the model therefore runs
+            without dropout, unless its attention stores the scores.
 
     Returns:
-        The counted bytes. None if formulas cover the family, if the model's code reads values of
+        The measured bytes. None if formulas cover the family, if the model's code reads values of
         tensors, or if Transformers is not installed.
     """
     if find_spec("transformers") is None or kind in COUNTED_BY_FORMULA:
@@ -380,7 +380,7 @@ def _saved_bytes(model: nn.Module, sequence: int, precision: str) -> SavedBytes:
 def _lengths(
     model: nn.Module, blocks: tuple[str, ...], sequence: int, precision: str
 ) -> tuple[int, int]:
-    """Return the long and the short sequence length at which bytes are counted for `_extrapolate`.
+    """Return (long, short) sequence lengths at which bytes are measured for `_extrapolate`.
 
     Some recurrent models of Transformers call operators per token. Counting at the full length
     would take minutes to hours, so both lengths are short for such models.

@@ -682,7 +682,7 @@ def save_calibration(path: Path, calibration: Calibration, origin: CalibrationOr
 
 
 def load_calibration(path: Path) -> tuple[Calibration, CalibrationOrigin]:
-    """Read a calibration.
+    """Read a calibration and its origin from a file.
 
     Raises:
         InputError: The file is missing, or is not a calibration of this version's constants.

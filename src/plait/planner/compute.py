@@ -3,7 +3,7 @@
 The seconds are sums over matrix multiplications ("products"), attention, element-wise kernels, and
 kernel launches by the host. They are closed-form expressions over arrays of candidates. The time of
 a product is its FLOPs, rounded up to full waves of tiles, divided by the FLOP/s that kernels reach,
-plus the start and end of the kernel (`ramp`). The time is at least the product's bytes divided by
+plus the time to start and end the kernel (`ramp`). It is at least the product's bytes divided by
 the memory bandwidth. Values are for the forward unless a name says otherwise.
 """
 
@@ -285,7 +285,7 @@ def _experts(
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention, forward and backward.
+    """Return the seconds of attention, as (forward, backward).
 
     A fused kernel computes the causal half of the scores, and the output from scores and values.
     Its backward computes the scores again, two gradients as wide as a key and two as wide as a
@@ -330,15 +330,15 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 
 
 def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention, forward and backward, on GPUs with context parallelism.
+    """Return the seconds of attention with context parallelism on GPUs, as (forward, backward).
 
     `forward` is the time of the fused kernel if values need not be padded to the width of queries.
     FlexAttention, which is used for soft-capped scores, runs its forward again in the backward. In
     addition, element-wise kernels move data for each token of this rank:
 
-    - ring: the outputs for the keys of each other rank are merged in float32. For an earlier rank
-      these are the outputs of all queries and for a later rank those of half of the queries, so
-      three quarters on average. Gradients are summed in float32.
+    - ring: the outputs for the keys of each other rank are merged in float32. The outputs
+      of all queries are merged for an earlier rank, and those of half of the queries for a later
+      rank. The average is three quarters. Gradients are summed in float32.
     - all-gather-kv: keys and values of all ranks are reordered. Their gradients are summed in
       float32 and reordered back.
     - ulysses: queries, keys, values and outputs are packed for the exchange and unpacked.
@@ -394,7 +394,7 @@ def _attention_with_cp(job: Job, rates: Rates, forward: Numbers) -> tuple[Number
 
 
 def _attention_in_parts(job: Job, rates: Rates, flops: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the seconds of attention without a fused kernel, forward and backward.
+    """Return the seconds of attention without a fused kernel, as (forward, backward).
 
     This attention runs in float32 in every precision. Scores are written, masked, normalized and
     read (24 bytes per score). Dropout writes a random number and a masked score, and reads the

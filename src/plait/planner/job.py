@@ -252,7 +252,7 @@ class Job:
     Models with fused queries, keys and values require this.
     """
     counted: CountedBytes | None = None
-    """Saved bytes of the blocks if they were counted, for families without exact formulas."""
+    """Saved bytes of the blocks if they were measured, for families without exact formulas."""
 
     @property
     def is_plait(self) -> NDArray[np.bool_]:
@@ -266,8 +266,8 @@ class Job:
     def needs_last(self) -> NDArray[np.bool_]:
         """True if the backward needs the output of a block's last matrix multiplication.
 
-        This is the case if a norm or a dropout follows. (Recomputation draws the mask of a dropout
-        again.)
+        This is the case if a norm or a dropout follows. (The backward of a dropout needs its mask,
+        which the recomputation draws after this multiplication.)
         """
         return np.isin(np.asarray(self.model.model_type), NORM_LAST) | (
             np.asarray(self.model.dropout) > 0
@@ -354,7 +354,7 @@ class Job:
 
 
 def recompute_share(job: Job) -> Numbers:
-    """Return the recomputed fraction of the blocks of the stage with the most blocks."""
+    """Return the fraction of blocks that the stage with the most blocks recomputes."""
     every = job.layouts.every
     if not job.has_exact_blocks:
         return 1 / every
@@ -363,7 +363,7 @@ def recompute_share(job: Job) -> Numbers:
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the numbers of layers of the largest, the first and the last pipeline stage.
+    """Return the layers of the pipeline stages, as (largest stage, first stage, last stage).
 
     Layers are distributed evenly; the first stages take the remainder. If layers + 2 is divisible
     by the number of stages but layers is not, the embedding and the head count as one layer each,

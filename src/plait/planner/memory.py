@@ -44,7 +44,7 @@ class Memory:
     terms: dict[str, Numbers]
     """Allocated bytes by term at the peak."""
     moment: Numbers
-    """Index into MOMENTS."""
+    """Index into MOMENTS of the point of the step at which the peak occurs."""
     slack: Numbers
     """Bytes that the allocator reserves beyond the allocated ones."""
     context: Numbers
@@ -331,7 +331,8 @@ def _operators_saved(job: Job, share: Numbers) -> Numbers:
 def layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """Return the bytes that a layer saves per micro-batch.
 
-    The first value is without recomputation, the second with the layout's recomputation.
+    Returns:
+        (bytes without recomputation, bytes with the layout's recomputation).
     """
     if job.has_exact_blocks:
         return saved_by_recomputation(job)

@@ -132,7 +132,7 @@ def _config_class(kind: str) -> Any:
 
 
 def _inner_config(config: Mapping[str, Any], kind: str) -> tuple[str, Any] | None:
-    """Return the name and configuration of the language model inside a multimodal model.
+    """Return (name, configuration) of the language model inside a multimodal model.
 
     The configuration is the one that Transformers builds from `config`. The result is None for
     language models, and if Transformers is not installed.

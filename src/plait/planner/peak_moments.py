@@ -467,8 +467,8 @@ def _reduces(rank: _Rank, last: bool) -> Numbers:
 def _buffers(rank: _Rank, elements: Numbers, *, added: Numbers) -> Numbers:
     """Return the bytes of the buffers for the reduce-scatter of a unit's gradients.
 
-    One buffer has the flattened gradients. A second one has the gradients that are copied into the
-    first, or the output if `rank.wide` is set.
+    One buffer has the flattened gradients. A second one has the output if `rank.wide` is set,
+    otherwise the gradients that are copied into the first buffer.
     """
     source = np.where(added > 0, _GRADIENT_BYTES, rank.units.width)
     return elements * (_GRADIENT_BYTES + np.where(rank.wide, _GRADIENT_BYTES, source))

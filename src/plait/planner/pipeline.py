@@ -148,9 +148,9 @@ gradients of a finished stage, and the saved tensors of a loss. See Note [Peaks 
 class Holding:
     """Numbers of tensors that a rank has in memory at the start of a backward.
 
-    Arrays have one entry per candidate, or are [COUNT, candidates] for several moments. Counts of
-    blocks are sums over the micro-batches of all stages of the rank. Stages may have different
-    numbers of blocks.
+    Arrays have one entry per candidate, or are [COUNT, candidates] for several points of a step.
+    Counts of blocks are sums over the micro-batches of all stages of the rank. Stages may have
+    different numbers of blocks.
     """
 
     blocks: Numbers
@@ -176,7 +176,7 @@ class Holding:
     root_ended: Numbers
     """1 if parameters outside the blocks had all of their backwards."""
     running: Numbers
-    """Blocks of the stage that is in its backward; 0 if there is no such moment."""
+    """Blocks of the stage that is in its backward; 0 if there is none."""
     head: Numbers
     """1 if this is the model's last stage, and its loss is in memory."""
     ends_root: Numbers
@@ -184,23 +184,26 @@ class Holding:
 
 
 _USUAL_MOMENT = 2
-"""Index into _WEIGHTS of the moment that is the peak most often."""
+"""Index into _WEIGHTS of the assumptions whose point of the step is the peak most often."""
 COUNT = len(_WEIGHTS)
-"""Number of moments per kind."""
+"""Number of points of a step per kind."""
 _COLUMN = {field.name: index for index, field in enumerate(fields(Holding))}
 _FIELDS = len(_COLUMN)
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Tensors of a rank at the moments that may be its peak. See Note [Peaks of a rank]."""
+    """Tensors of a rank at the points of a step that may be its peak.
+
+    See Note [Peaks of a rank].
+    """
 
     headed: Holding
-    """Moments with the model's last stage in its backward; zeros on a rank without it."""
+    """Points with the model's last stage in its backward; zeros on a rank without this stage."""
     others: Holding
-    """Moments with another stage in its backward."""
+    """Points with another stage in its backward."""
     endings: Holding | None
-    """Moments with a stage in its last backward of the step. None in a first estimate."""
+    """Points with a stage in its last backward of the step. None in a first estimate."""
     closing: Holding
     """Last backward of the rank."""
 
@@ -211,7 +214,7 @@ def holdings(
     *,
     every_moment: bool = True,
 ) -> Holdings:
-    """Return the tensors of candidates at the moments that may be the peak.
+    """Return the tensors of candidates at the points of a step that may be the peak.
 
     Args:
         rows: Results of `rank_holdings` for different pipelines.
@@ -238,7 +241,7 @@ def holdings(
 def rank_holdings(
     kind: int, pp: int, microbatches: int, rank: int, blocks: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Return the tensors of a pipeline rank at the moments that may be its peak.
+    """Return the tensors of a pipeline rank at the points of a step that may be its peak.
 
     The result is an array [kinds, COUNT, fields]: kinds are the fields of `Holdings`, and fields
     are those of `Holding`.
@@ -280,7 +283,7 @@ def stages_of_rank(kind: int, pp: int, rank: int, chunks: int) -> tuple[int, ...
 
 
 def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the moment with the largest weighted sum for each entry of _WEIGHTS.
+    """Return the point of a step with the largest weighted sum, for each entry of _WEIGHTS.
 
     See Note [Peaks of a rank].
     """
@@ -298,13 +301,14 @@ def _select_moments(moments: NDArray[np.float64]) -> NDArray[np.float64]:
 def _moments_without_table(
     name: str, pp: int, microbatches: int, rank: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the moments of a rank for GPipe, 1F1B and schedules without an action table.
+    """Return the tensors of a rank at points of a step, from the formulas for GPipe and 1F1B.
 
-    All stages of a rank are treated as one. Schedules without an action table are only estimated
-    for comparison.
+    Other schedules without an action table are treated as 1F1B, and only estimated for comparison.
+    All stages of a rank are treated as one.
 
     Returns:
-        All moments that may be the peak, and the moment before the last backward of the stage.
+        (all points that may be the peak, the point before the last backward of the stage), as
+        arrays [points, fields of `Holding`].
     """
     first = 0 in stages
     last = pp * len(stages) - 1 in stages
@@ -348,10 +352,11 @@ def _moments_of_table(
     stages: tuple[int, ...],
     blocks: tuple[int, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the moments of a rank for a schedule with an action table.
+    """Return the tensors of a rank at points of a step, from the schedule's action table.
 
     Returns:
-        The moments before all backwards, and those before the last backward of a stage.
+        (points before all backwards, points before the last backward of a stage), as arrays
+        [points, fields of `Holding`].
     """
     of_row, kinds = _row(
         table, pp, _representative_micro_batches(table, pp, microbatches), len(stages), rank
@@ -413,7 +418,7 @@ def _moments_of_table(
 def _row(
     table: str, pp: int, microbatches: int, each: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the stage and the kind of every action of a rank, in order."""
+    """Return (stages, kinds) of all actions of a rank, in order."""
     row = row_of(table, pp=pp, microbatches=microbatches, stages_per_rank=each, rank=rank)
     return np.array([action.stage for action in row]), np.array([action.kind for action in row])
 

@@ -146,7 +146,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
 def formula_notes(request: Request) -> list[str]:
     """Return notes on properties of a model that the formulas only approximate.
 
-    These are blocks whose saved bytes were not counted, attention scores that are written to
+    These are blocks whose saved bytes were not measured, attention scores that are written to
     memory, and dropout on CPU cores.
     """
     model = request.model.architecture

@@ -83,7 +83,7 @@ class LayoutChoice:
     memory_terms: Mapping[str, float]
     """Allocated bytes at the peak by term."""
     moment: str
-    """Moment of the peak, one of `memory.MOMENTS`."""
+    """Point of the step at which the peak occurs, one of `memory.MOMENTS`."""
 
     @property
     def budget(self) -> float | None:
@@ -272,7 +272,7 @@ class Plan:
     best: tuple[LayoutChoice, ...]
     """Fastest layout of each family, in the order of their seconds."""
     ties: int
-    """Number of these layouts, including the first, that may be the fastest.
+    """Number of layouts of `best`, including the first, that may be the fastest.
 
     They differ by less than the uncertainty between two layouts of one model.
     """
@@ -390,7 +390,10 @@ def _estimate(request: Request, layouts: Layouts, rates: Rates) -> EstimatedSpac
 def _fastest(
     request: Request, estimated: EstimatedSpace, room: float, calibration: Calibration, best: int
 ) -> list[LayoutChoice]:
-    """Return, for each family, the fastest layout that is probable enough to fit."""
+    """Return the fastest layout of each family, at most `best` in total.
+
+    Only layouts that are likely enough to fit into memory are considered.
+    """
     order = np.flatnonzero(estimated.needed_bytes <= room)
     # Equally fast candidates keep the order of the space, so that plans are reproducible.
     order = order[np.argsort(estimated.seconds[order], kind="stable")]

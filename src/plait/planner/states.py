@@ -345,7 +345,7 @@ def account_states(
 
 
 def _presence_of_ends(job: Job, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return whether each rank of `RANKS` has each end of the model, as 1 or 0."""
+    """Return whether each rank of `RANKS` has each key of `end_parameters`, as 1 or 0."""
     single = _column(job.layouts.pp, size) == 1
     v_schedules = [SCHEDULES.index(name) for name in V_SHAPED]
     v_shaped = np.isin(_column(job.layouts.schedule, size), v_schedules) & ~single
@@ -497,7 +497,12 @@ class _PartsOfModel:
     tied: bool
 
     def bytes_on_rank(self, layers: np.ndarray, present: Bytes) -> Bytes:
-        """Return the bytes on a rank that has `layers` blocks and the ends in `present`."""
+        """Return the bytes on a rank with `layers` blocks.
+
+        Args:
+            layers: Number of blocks on the rank.
+            present: Whether the rank has each of the `ends`, as 1 or 0.
+        """
         ends = self.ends
         states = {}
         for kind, value in self.block.items():
@@ -535,7 +540,7 @@ class _PartsOfModel:
     def units_on_rank(
         self, layers: np.ndarray, present: Bytes, holdings_of_rank: Holdings
     ) -> Units:
-        """Return the sharding units of a rank with `layers` blocks and the ends in `present`."""
+        """Return the sharding units of a rank. See `bytes_on_rank` for the arguments."""
         head = self._elements(self.ends["embedding" if self.tied else "head"])
         outer = {
             end: np.where(self.single, self._elements(self.ends[end]) * present[end], 0.0)

@@ -6,11 +6,11 @@ the overlapped part slows the computation by a factor. Invariant: the terms sum 
 step.
 
 The time of a collective is its bytes divided by the bandwidth of the slowest link, plus a latency
-per step of a ring. In a ring over n ranks, every rank sends S (n-1)/n bytes. If q of the ranks
-share a domain (a node, or an NVL72), the bytes are sent over the links inside the domain, and over
-the q network cards of these ranks between domains. This is the model of NCCL's ring
-(`src/graph/tuning.cc`). A step of the ring takes 3.4 us inside a domain and 14 us between domains,
-more on some clouds.
+per step of a ring. In a ring over n ranks, an all-gather or reduce-scatter of S bytes makes every
+rank send S (n-1)/n bytes. If q of the ranks share a domain (a node, or an NVL72), the bytes are
+sent over the links inside the domain, and over the q network cards of these ranks between domains.
+This is the model of NCCL's ring (`src/graph/tuning.cc`). A step of the ring takes 3.4 us inside
+a domain and 14 us between domains, more on some clouds.
 
 `simulated_terms` simulates the pipeline of one layout. For the best candidates its result replaces
 the closed-form idle time, because the simulation includes uneven stages, the head on the last
@@ -105,9 +105,9 @@ def collective_seconds(
         where: Group of ranks.
         size_bytes: Bytes of the full tensor.
         kind: `one_way` is an all-gather or a reduce-scatter.
-        crossing: Only used for an all-to-all. Fraction of the bytes for ranks of other domains that
-            is actually sent between domains. It is below 1 if a token is sent only once to a domain
-            with several of its experts.
+        crossing: Fraction of the bytes for ranks of other domains that is actually sent between
+            domains. It is below 1 if a token is sent only once to a domain with several of its
+            experts. Only used for an all-to-all.
     """
     ranks = where.size
     inside = where.inside

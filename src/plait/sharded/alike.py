@@ -68,7 +68,7 @@ _SHOWN_SETS = 3
 def refuse_different_ranks(
     model: nn.Module, resolved: Resolved, mesh: Mesh, *, weights: str | Path | None = None
 ) -> int:
-    """Raise InputError with the first difference on all ranks, if ranks differ. Collective.
+    """If ranks differ, raise InputError with the first difference on all ranks. Collective.
 
     With a fake process group, whose other ranks do not exist, nothing is compared.
 
@@ -390,9 +390,9 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, whose bits are read as integers, modulo 2**64.
+    """Return the sum modulo 2**64 of a tensor's elements, whose bits are read as integers.
 
-    One flipped bit changes the sum, which is a 0-dimensional int64 tensor.
+    One flipped bit changes the sum. The result is a 0-dimensional int64 tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.dtype.is_complex:

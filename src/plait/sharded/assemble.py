@@ -107,7 +107,7 @@ def resolved_for(
 
     Args:
         model: The model, whose hidden size some settings depend on.
-        config: A path, a mapping, a loaded configuration, or a resolved one, which is returned.
+        config: A path, a mapping or a loaded configuration. A resolved one is returned as it is.
         total_steps: Length of the run in optimizer steps, if it is known.
     """
     if isinstance(config, Resolved):
@@ -241,7 +241,7 @@ def split(
 
     Args:
         checked: The checked model.
-        weights: See `shard`. Only the files are compared between ranks.
+        weights: See `shard`. The files are compared between ranks, but not read into the model.
         loss_fn: Loss of the training, if it is known.
         forward: Passes a micro-batch through the model.
 

@@ -92,7 +92,7 @@ def _without_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
 def supports_cache(model: nn.Module) -> bool:
     """Return True if a model supports Transformers' `DynamicCache`.
 
-    Some models have a cache class of their own, or keep a state in their modules.
+    Other models have a cache class of their own, or keep a state in their modules.
     """
     if cache_argument(model) is None or getattr(model, "config", None) is None:
         return False
@@ -168,7 +168,7 @@ def has_recurrent_state(model: nn.Module) -> bool:
     """Return True if some layers keep a recurrent state, with or without keys and values.
 
     Every token changes the state. Once they have a state, some of these layers (Jamba, Zamba) take
-    one token per forward only. None of these layers can drop requests.
+    one token per forward only. None of these layers can drop requests from a batch.
     """
     return any(map(_has_state, _layers(model)))
 

@@ -266,7 +266,7 @@ _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 @functools.cache
 def _explain_uncaught_errors() -> None:
-    """Make an uncaught error of torch about mixed tensors end with an explanation.
+    """Add an explanation to torch's error about mixed tensors if no code catches the error.
 
     A loop that computes a loss between forward and backward gets this error from torch, outside of
     any call of Plait. `sys.excepthook` adds a note under torch's message.

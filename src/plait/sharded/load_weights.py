@@ -31,8 +31,8 @@ SINGLE_FILE = "model.safetensors"
 _MAPPED_BYTES = 64 << 20
 """Number of bytes that are read before a file is opened again.
 
-The pages that were read of an open file stay mapped, so without this the weights would take their
-memory twice.
+The pages that were read of an open file stay mapped, so without this limit the weights would take
+twice their memory.
 """
 _COMPARED_ELEMENTS = 4 << 20
 """Number of elements of two tensors that are compared at a time."""
@@ -124,9 +124,9 @@ def load_weights(
     filled: Callable[[torch.Tensor], None] = lambda _: None,
     unsplit_model: nn.Module | None = None,
 ) -> None:
-    """Fill every parameter and persistent buffer of a model. Values are converted to its dtype.
+    """Fill every parameter and persistent buffer of a model from a folder.
 
-    Each rank reads its own slices only.
+    Each rank reads its own slices only. Values are converted to the dtype of the filled tensor.
 
     Args:
         model: The model, sharded or not, with allocated tensors.
@@ -267,9 +267,10 @@ def stored_names(model: nn.Module, files: Collection[str]) -> Callable[[str], st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], bool]:
-    """Return a predicate for file names that the model need not have, by Transformers' rules.
+    """Return a predicate that is True for names of stored tensors that the model need not have.
 
-    They are names of layers that the model's class declares as unused, or are in `_OLD_BUFFERS`.
+    As in Transformers, these are tensors that the model's class declares as unused, and those in
+    `_OLD_BUFFERS`.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]

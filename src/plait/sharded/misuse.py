@@ -159,8 +159,8 @@ def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> C
 def refuse_resized(shapes: Sequence[tuple[str, nn.Parameter, torch.Size]]) -> None:
     """Raise InputError for a parameter whose shape has changed.
 
-    `resize_token_embeddings` changes it. Gradients and optimizer states have the former shape, and
-    an update would write past their end.
+    `resize_token_embeddings` changes shapes, for example. Gradients and optimizer states keep the
+    former shape, and an update would write past their end.
 
     Args:
         shapes: (name, parameter, shape) of the parameters when the model was given to Plait.
@@ -339,11 +339,11 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the configuration, with the seed of torch.manual_seed if it sets no seed itself.
+    """Return the configuration with the caller's seed, unless it sets a seed itself.
 
     Args:
         resolved: The configuration.
-        seed: The initial seed of rank 0's default generator.
+        seed: The initial seed of rank 0's default generator, as set by `torch.manual_seed`.
     """
     if resolved.sources.get("run.seed", "default") != "default" or seed >= _USER_SEED_LIMIT:
         return resolved

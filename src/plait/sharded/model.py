@@ -197,8 +197,8 @@ class ShardedModel:
 
         Args:
             batches: Micro-batches of the step, as `micro_batches` returns them.
-            loss: Maps (output, micro-batch) to the tensor that the backward starts from,
-                0-dimensional.
+            loss: Maps (output, micro-batch) to the 0-dimensional tensor that the backward starts
+                from.
             loss_fn: The function that `loss` computes with. If it supports logits that are split
                 over the vocabulary, the logits are not gathered. A pipeline checks that the last
                 stage has everything that this function reads.
@@ -227,8 +227,9 @@ class ShardedModel:
     def _after_zero_grad(self, owner: Optimizer | nn.Module, *, set_to_none: bool) -> None:
         """Drop the gradients that `zero_grad` of an optimizer or a module does not see.
 
-        Gradients that are not reduced yet are in no shard, and gradients of shards are not in the
-        gathered parameters that a module has between its forward and its backward.
+        An optimizer has only the shards, whose `grad` does not contain unreduced gradients. Between
+        its forward and its backward, a module has only gathered parameters, whose `grad` does not
+        contain the reduced gradients of the shards.
         """
         is_hidden = isinstance(owner, nn.Module) and is_gathered(self.guard.units)
         if not (self._has_accumulated or is_hidden):
@@ -325,9 +326,9 @@ class ShardedModel:
     def non_finite_error(
         self, step: int, local_loss: Callable[[], float] | None = None
     ) -> Callable[[float], NumbersError]:
-        """Return a function that takes the gradient norm and returns the error of a step.
+        """Return a function that builds the error of a step with a non-finite loss or gradient.
 
-        The step's loss or gradients are not finite. The function that is returned is collective.
+        The function takes the gradient norm. Its call is collective.
 
         Args:
             step: Number of the step.

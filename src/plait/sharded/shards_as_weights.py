@@ -33,7 +33,7 @@ FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on every process, and save it in one"
 )
-"""Remedy for callers without an engine or a ParallelModel, which return full weights."""
+"""Remedy for callers without an engine or a ParallelModel: a call that returns full weights."""
 
 
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
@@ -59,8 +59,8 @@ _REMEDY = (
 def refuse_shards_as_weights(model: nn.Module, *, remedy: str, is_partial: bool = False) -> None:
     """Make `model.state_dict()` raise InputError if it would return shards to the user's code.
 
-    If every rank holds all of the weights, `state_dict` returns plain tensors. Pickling is refused
-    too.
+    If every rank holds all of the weights, `state_dict` returns plain tensors. Pickling a shard
+    raises InputError too.
 
     Args:
         model: A sharded model.
@@ -147,8 +147,8 @@ def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
 
     Args:
         model: A model with its layout.
-        is_split: Whether this process has only a part of the model even without ZeRO. If so, pickle
-            of an unsharded `model` is refused too, but not `copy.deepcopy`.
+        is_split: Whether this process has only a part of the model even without ZeRO. If so,
+            an unsharded `model` cannot be pickled either, but it can still be copied.
     """
     for module in model.modules():
         is_sharded = isinstance(module, FSDPModule)
@@ -183,8 +183,8 @@ def _refuse_copy(self: Any, memo: dict[int, Any]) -> Any:
 def refuse_partial_folders(model: nn.Module, *, pp: int, tp: int = 1) -> None:
     """Make `save_pretrained` of a model and of its modules raise InputError without full weights.
 
-    This includes `push_to_hub`, which calls `save_pretrained`. `resize_token_embeddings` raises
-    InputError too. With tensor parallelism, so do PEFT's methods that merge adapters.
+    `push_to_hub` calls `save_pretrained` and raises the same error. `resize_token_embeddings`
+    always raises InputError. With tensor parallelism, so do PEFT's methods that merge adapters.
 
     Args:
         model: A model with its layout.

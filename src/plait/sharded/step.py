@@ -55,7 +55,7 @@ class Stepper:
     parameters: list[nn.Parameter]
     """Parameters whose gradients are dropped after each step.
 
-    They may be more than the optimizer updates. The others do not count in the norm.
+    Parameters that the optimizer does not update are included, but do not count in the norm.
     """
     mesh: Mesh
     optimizer: torch.optim.Optimizer
@@ -105,7 +105,8 @@ class Stepper:
         Args:
             divisor: Number that the gradients are divided by, in addition to the loss scale.
             loss: Returns the global loss of the step (0-dimensional). It may wait for an all-reduce
-                that is already running. The norm is computed first, so that the two overlap.
+                that is already running, so it is called after the norm has been computed: the
+                computation of the norm overlaps with this all-reduce.
             non_finite_error: Builds the exception for a non-finite step from its norm. Without it
                 such a step is skipped.
 
@@ -265,8 +266,8 @@ def norm_of_norms(
     Collective over the model-parallel ranks.
 
     Args:
-        norms: (sharded mesh dimensions, `norms_of` this rank's shard) of every gradient, in the
-            order of `global_norm`.
+        norms: (mesh dimensions that shard the gradient, norm of this rank's shard as `norms_of`
+            returns it) for every gradient, in the order of `global_norm`.
         mesh: Mesh of the ranks.
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}

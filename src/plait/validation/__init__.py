@@ -1,1 +1,1 @@
-"""Checks that `plait doctor --validate` runs on the GPUs of a machine, and the JSON results."""
+"""Checks that `plait doctor --validate` runs on a machine's GPUs, and their results as JSON."""

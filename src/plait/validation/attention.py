@@ -116,7 +116,7 @@ def problems_of(case: Case, kernel: str, errors: Mapping[str, float]) -> list[st
 
 
 def compare(context: Context, case: Case, *, shift: int) -> tuple[str, dict[str, float]]:
-    """Return the name of the kernel that ran, and the relative errors of output and gradients.
+    """Return (name of the kernel that ran, relative errors of output and gradients).
 
     Args:
         context: Context of the check.

@@ -226,7 +226,7 @@ def shape_of(limit: float) -> Workload:
 
 
 def model_of_share(limit: float, share: float, *, at_most: bool) -> tuple[Workload, int]:
-    """Return the model whose predicted peak is closest to `share` x `limit`, and its peak in bytes.
+    """Return (model whose predicted peak is closest to `share` x `limit`, predicted peak in bytes).
 
     Args:
         limit: Bytes of memory.
@@ -267,8 +267,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
     """Time steps with optimizer states on device and host, and estimate the largest model.
 
-    The peaks at two depths give the bytes per layer, from which follows the number of layers that
-    fit into the device's memory. The largest model is not trained: its states would fill the host's
+    The peaks at two depths give the bytes per layer, and thus the number of layers that fit into
+    the device's memory. The largest model is not trained: its states would fill the host's
     memory, and pinning them would take longer than all other rows.
     """
     require("transformers")

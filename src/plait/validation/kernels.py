@@ -361,7 +361,7 @@ def rank_of_plan(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
 
 def judge(measured: float, prediction: float, **numbers: Any) -> Verdict:
-    """Return a failed verdict if measured and planned seconds differ by more than FACTOR."""
+    """Return a failed verdict if measured and planned seconds differ by a factor above FACTOR."""
     ratio = measured / prediction if prediction else float("inf")
     problem = (
         f"measured {measured:.4g} s, planned {prediction:.4g} s: {ratio:.2f} times, allowed"

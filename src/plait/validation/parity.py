@@ -167,7 +167,7 @@ def problem_of(section: Section) -> str:
 
 
 def compression(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Compare losses and norms of gradient compression with those of one process without it."""
+    """Compare losses and norms of a compressed run with those of an uncompressed single process."""
     plan = planned(context, settings["config"], passes=("configured",), steps=4)
     trace = run_layout(plan)["configured"]
     if context.rank:

@@ -4,8 +4,9 @@ All trainers compute in bfloat16 on float32 parameters, reduce in float32, clip 
 1 and use the fused AdamW. The trainers of plain torch follow torch's documentation. Each trainer
 returns its loss as a tensor on the device, so the host does not wait for the device.
 
-With tensor parallelism or a pipeline, the model is split over two ranks, and pairs of ranks are
-data-parallel. Plait is then compared with a hand-written Llama and torch's own parallelism.
+With tensor parallelism or a pipeline, each pair of ranks holds one replica of the model, and the
+pairs are data-parallel. Plait is then compared with a hand-written Llama and torch's own
+parallelism.
 """
 
 from __future__ import annotations

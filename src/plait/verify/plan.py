@@ -107,7 +107,7 @@ class VerificationPlan:
         return nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
-        """Return the configuration of a pass, and the dtype of its parameters.
+        """Return (configuration of a pass, dtype of the parameters in this pass).
 
         The float64 pass replaces every dtype by float64. All other settings of mixed precision,
         including the loss scale, stay the same.

@@ -58,7 +58,7 @@ class ComparedRow:
     one_process: float | None = None
     """Error of one process in the same precision."""
     what: str = ""
-    """Description of a difference that is not an error of size."""
+    """Description of a difference that is not a numerical error."""
 
     @property
     def equal(self) -> bool:

@@ -1,9 +1,10 @@
 """Rules that shrink a configuration or model such that a layout splits it like the original.
 
-Sizes shrink. Properties that determine the code path do not change: whether heads, key-value heads,
-widths and the vocabulary are divisible by each degree of the layout, grouped or multi-query
-attention, kinds of layers, experts per token. The report lists every change. The rules are
-arithmetic on a dictionary, and `verify.choose` checks that the resulting model runs.
+Sizes shrink. Properties that determine the code path do not change. These are the divisibility of
+heads, key-value heads, widths and the vocabulary by each degree of the layout, the kind of
+attention (grouped or multi-query), the kinds of layers, and the number of experts per token. The
+report lists every change. The rules are arithmetic on a dictionary, and `verify.choose` checks that
+the resulting model runs.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def depth_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the kind of every layer, as a tuple.
+    """Return the kind of every layer. Each kind is a tuple.
 
     The tuple has the layer's entries of all fields with one entry per layer, such as `layer_types`.
     Layers with equal tuples are of the same kind.
@@ -399,8 +400,8 @@ def like(value: int, target: int, degrees: Iterable[int]) -> int:
 def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
     """Return the smallest numbers of heads and key-value heads with the same split over ranks.
 
-    The old and the new numbers are divisible by the same `degrees`. For the same degrees, they
-    replicate key-value heads and have several heads per rank.
+    For each of `degrees`, three properties stay the same: whether it divides the numbers of heads,
+    whether key-value heads are replicated, and whether a rank has none, one or several heads.
     """
 
     def split(h: int, k: int) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ class StageMode:
     peak: int = 0
     """Most bytes that forward and backward hold at once.
 
-    These are all of the above, recomputed tensors and temporaries. Gradients of parameters are
+    They include all of the above, recomputed tensors and temporaries. Gradients of parameters are
     counted until they are accumulated.
     """
     stored: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class StageMode:
     deferred: tuple[int, ...] = ()
     """Bytes that a block keeps between the halves of a split backward. Empty without a split."""
     deferred_outside: int = 0
-    """Bytes that are kept between the halves outside the blocks."""
+    """Bytes outside the blocks that are kept between the halves of a split backward."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].saved[index] for index, mode in enumerate(assignment))
 
     def restored(self, assignment: Assignment) -> int:
-        """Return the most bytes that the backward of any one block recomputes or prefetches."""
+        """Return the most bytes that the backward of a single block recomputes or prefetches."""
         restored = [self.modes[mode].restored[index] for index, mode in enumerate(assignment)]
         return max(restored, default=0)
 
@@ -140,7 +140,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Activations of one pipeline rank, from its stages and its row of the schedule."""
+    """Activation memory of one pipeline rank, from its stages and its row of the schedule."""
 
     schedule: Schedule
     rank: int
@@ -207,7 +207,7 @@ class RankActivations:
         return best
 
     def least(self) -> tuple[int, Assignment]:
-        """Return the smallest possible budget, and the modes that need it."""
+        """Return (smallest possible budget, modes that meet it)."""
         distinct = self._distinct_in_flight()
         return min(
             (_peak_bytes(distinct, self._stage_bytes(assignment)), assignment)
@@ -368,7 +368,10 @@ def _bytes_in_flight(in_flight: _InFlight, stages: Sequence[_StageBytes]) -> int
 
 
 def _peak_bytes(distinct: Iterable[_InFlight], stages: Sequence[_StageBytes]) -> int:
-    """Return the most bytes during any action, including those of the action itself."""
+    """Return the peak of the activation bytes over all actions.
+
+    Bytes that an action itself allocates are included.
+    """
     peak = 0
     for in_flight in distinct:
         total = _bytes_in_flight(in_flight, stages)

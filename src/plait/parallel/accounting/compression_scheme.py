@@ -73,7 +73,7 @@ class Scheme(Policy):
         return self.gradient_bits
 
     def bucket_bytes(self, default: int) -> int:
-        """Return the default size of a bucket, or `default` if gradients are not quantised."""
+        """Return the bucket size for quantised gradients, or `default` for other gradients."""
         if self.gradient_bits:
             return QUANTISED_BUCKET_BYTES
         return default
@@ -175,5 +175,5 @@ def error_bytes(scheme: Scheme, shape: Sequence[int], numel: Numbers, ranks: Num
 
 
 def copies(scheme: Scheme) -> int:
-    """Return the number of copies in memory of each tensor that persists between steps."""
+    """Return how many copies of a persistent tensor exist: 2 if steps may be skipped, else 1."""
     return 1 + scheme.revocable

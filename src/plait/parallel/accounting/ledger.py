@@ -64,9 +64,9 @@ class StageCounts:
     boundary_bytes: Array
     """Bytes of one tensor that is sent to another stage."""
     shared_bytes: Array
-    """Bytes sent for the sum of gradients that n stages share, after sharding.
+    """Bytes sent to sum the gradients of parameters that n stages share.
 
-    These are 2 (n - 1) / n of the gradients.
+    These are 2 (n - 1) / n of this rank's shards of the gradients.
     """
 
 
@@ -130,7 +130,7 @@ class Ledger:
     """Coordinate along tp of the ledger's rank. Rank 0 holds the most."""
     cp: Array
     ep: Array
-    """Number of ranks of a stage with different experts."""
+    """Degree of expert parallelism: number of ranks over which a stage's experts are split."""
     edp_rank: Array
     """Coordinate of the ledger's rank among those with the same experts. Rank 0 holds the most."""
     tokens: Array
@@ -141,7 +141,7 @@ class Ledger:
     activations: RankActivations | None = None
     """Measured activations of a micro-batch of `tokens`, or None to leave activations out."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
-    """Dimension that tensor parallelism splits, by parameter name, or None for replicated ones."""
+    """Dimension that tensor parallelism splits, by parameter name. None: it is replicated."""
     sequence_parallel: Any = False
     """True if tensor parallelism also shards sequences; an array if candidates differ."""
     experts: frozenset[str] = frozenset()
@@ -304,7 +304,7 @@ def local_rows(
 
 
 def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
-    """Return True for candidates that shard parameters, or cast them for the computation."""
+    """Return True for candidates that use `fully_shard`, to shard or only to cast parameters."""
     return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
 
 
@@ -502,8 +502,8 @@ def offloaded_bytes_of(
     """Yield every parameter of the offloaded units with its bytes on this rank.
 
     Yields:
-        (parameter, padded bytes, bytes): the size of this rank's shard with and without padding to
-            the size of the first rank's shard.
+        (parameter, padded bytes, bytes). Both sizes are those of this rank's shard. The padded one
+            includes the padding to the size of the first rank's shard.
     """
     units = offloaded_units(facts, ratio)
     ledger_of = ledger_view_of(ledger)

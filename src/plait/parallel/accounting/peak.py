@@ -258,7 +258,7 @@ class _StepSimulation:
         self.last_gather = 0
         """Flat buffer of the last all-gather of a forward, which stays until the next one."""
         self.forward_order: list[int] = []
-        """Units by the end of their forward."""
+        """Units in the order in which their forwards ended."""
         self.unsharded_gradients: dict[Unit, int] = {}
         self.gradient_shards: dict[Unit, int] = {}
         self.partial_shards: dict[Unit, int] = {}
@@ -659,7 +659,7 @@ class _StepSimulation:
         return after_block_backward(self.zero, self.backwards_left, ran=stage, block_stage=stage)
 
     def _receive(self, message: Message) -> int:
-        """Simulate a receive. As in the runtime, the next receive from the sender starts with it.
+        """Simulate a receive. As in the runtime, it also starts the next one from the same rank.
 
         Returns:
             Bytes of the message that the sending stage also holds, because it is on this rank.

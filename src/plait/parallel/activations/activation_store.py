@@ -75,7 +75,7 @@ class ActivationStore(Protocol):
     """Store for the tensors that blocks save for their backward."""
 
     def begin(self) -> None:
-        """Begin another forward. Required if the last forward's backward may not have begun."""
+        """Begin another forward. Call this if the last forward's backward may not have begun."""
 
     def open(self, index: int) -> SavedGroup:
         """Open a group for block `index`. Groups are opened in the order of the blocks."""
@@ -570,7 +570,7 @@ class DiskGroup:
     def put(self, flat: torch.Tensor) -> int:
         """Queue a one-dimensional tensor to be written, and return its handle.
 
-        Waits if more than the limit is queued.
+        The call waits if more than the limit is queued.
 
         Raises:
             DiskError: The file cannot be created, or an earlier tensor could not be written.

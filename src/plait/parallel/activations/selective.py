@@ -47,15 +47,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Names that stand for several operators.
 
-`matmul` are the products with weights. Products of activations (`aten.bmm`), which a softmax
-follows, are not among them, because their results are the large ones.
+`matmul` stands for products with weights. It does not include products of activations (`aten.bmm`),
+because their results, such as attention scores, are much larger.
 """
 
 
 EVERY_SECOND = "every_second_matmul"
 """Name of the matrix products with weights that come first, third, fifth ... in a block.
 
-They are half of the arithmetic for half of the memory.
+Keeping them saves half of the arithmetic for half of the memory.
 """
 
 

@@ -126,10 +126,10 @@ class Residuals(StepHook):
         self.end_step(skipped=True)
 
     def zero_gradients(self, parameters: set[torch.Tensor], set_to_none: bool) -> None:
-        """Drop all errors, which costs the error of one step.
+        """Zero all compression errors. This loses the error of one step.
 
-        The errors of the last step are not restored, because they may already be part of the
-        gradients of other parameters, which are not dropped.
+        The errors from before this step are not restored, because they may already be part of
+        gradients of other parameters, and these gradients are not dropped.
         """
         if self._own_loop:
             return

@@ -88,8 +88,8 @@ class Reducer(StepHook):
     track_unused: bool = True
     """True if a parameter that no rank used keeps `grad = None`.
 
-    It also lets ranks receive a gradient in different numbers of parts. Costs one small all-reduce
-    per step.
+    The exchange of used parameters also tells which buckets are late on any rank. It costs one
+    small all-reduce per step.
     """
     excluded: frozenset[nn.Parameter] = frozenset()
     """Parameters of the model that another hook reduces."""
@@ -391,8 +391,8 @@ class Reducer(StepHook):
     def finish_reduction(self) -> None:
         """Complete the sums (or means) of all gradients. Collective.
 
-        It is also needed on a rank whose loss reached no parameter. A second call for the same
-        backward does nothing.
+        Ranks whose loss reached no parameter must call it too. A second call for the same backward
+        does nothing.
         """
         if self._finished:
             return

@@ -254,8 +254,8 @@ class _OrderComparison:
     two maxima are each other's complement only if all digests are equal.
 
     On a GPU the result of a step is read `_DELAY_STEPS` steps later, when its copy has arrived, so
-    that nothing waits for the device. All ranks read it in the same step, so they can exchange
-    their collectives for the error.
+    that the host does not wait for the device. All ranks read it in the same step, so all of them
+    can exchange their collectives for the error message.
     """
 
     def __init__(self, order: UnitOrder, group: dist.ProcessGroup) -> None:

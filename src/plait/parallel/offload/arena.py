@@ -3,13 +3,13 @@
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it
 unchanged. Explicit calls bound the memory: `fetch` reads a range before it is used, and `evict`
 starts to write the range to the disk and releases its pages. Disk space is reserved when a tensor
-is created, so a full disk raises an error there and never faults in the middle of a step. The files
+is created, so a full disk raises an error at that time and does not crash a later step. The files
 have no name: a process that dies leaves nothing behind.
 
 Every training step gathers its units in the same order. When `ShardPrefetcher` sees an all-gather,
-it therefore reads the unit that was gathered next in the previous step: in forward, in backward and
-between the two. A shard is evicted as soon as the all-gather has read it. If the order changes,
-some reads are needless, but no result is wrong, because the files are mapped.
+it therefore reads the unit that was gathered next in the previous step. This applies in forward, in
+backward and between the two. A shard is evicted as soon as the all-gather has read it. If the order
+changes, some reads are needless, but no result is wrong, because the files are mapped.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 @dataclass
 class CutCheck:
-    """Check of a model's stages, once per kind of batch and again after outer attributes change.
+    """Check of a model's stages, once per kind of batch and again after a setting has changed.
 
     Attributes:
         skeleton: Copy of the uncut model without weights.
@@ -90,7 +90,7 @@ class CutCheck:
         return self._results[key]
 
     def follow_settings(self) -> None:
-        """Update the copy with the attributes that have changed, and drop older results."""
+        """Copy changed attributes of the model to `skeleton`, and drop older results."""
         settings = outer_settings(self._modules)
         changed = changed_settings(self._settings, settings)
         self._settings = settings
@@ -290,7 +290,7 @@ def _loss_of_copy(
 def _kind(batch: Any) -> Any:
     """Return a key of a batch's entries, dtypes and flags.
 
-    Batches with equal keys are taken to follow the same path through a model.
+    Batches with equal keys are assumed to follow the same path through a model.
     """
     if isinstance(batch, torch.Tensor):
         return batch.dtype, batch.ndim

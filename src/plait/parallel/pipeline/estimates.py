@@ -46,8 +46,8 @@ def forward_costs(facts: ModelFacts) -> ForwardCosts:
     first block, else on the last. On the first stage a matrix is assumed to be an embedding,
     whose lookup costs 0. A tied embedding (whose other name is also outside the blocks) counts as
     the head: 2 FLOPs per weight on the last stage. A weight that several blocks share counts in
-    each. Experts count as if all were used, which is right for the balance of equal blocks, but too
-    much compared to the head.
+    each. Experts count as if all were used. This does not affect the balance of equal blocks, but
+    overestimates their cost relative to the head.
 
     Raises:
         ModelError: The model has no blocks.
@@ -224,7 +224,7 @@ def imbalance(loads: Sequence[float]) -> float:
 def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> ModelFacts:
     """Return the facts of the part of a model that a rank with these stages holds.
 
-    Tied parameters of several stages are on each of them.
+    Parameters that are tied across stages belong to each of these stages.
     """
     rank_stages = set(stages)
     blocks = tuple(name for stage in stages for name in _blocks_of_stage(cut, stage))

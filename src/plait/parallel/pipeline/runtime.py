@@ -618,7 +618,7 @@ class Boundary:
         return [(shape, dtype) for shape, dtype, needs_gradient in self.tensors if needs_gradient]
 
     def allows(self, other: Boundary) -> bool:
-        """Return True if a stage that knows this boundary can receive the other one."""
+        """Return True if a stage that expects this boundary can receive tensors of `other`."""
         if (self.tensors, self.length) != (other.tensors, other.length):
             return False
         return _comparable_leaves(self.structure) == _comparable_leaves(other.structure)

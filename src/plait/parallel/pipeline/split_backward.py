@@ -139,8 +139,8 @@ class WeightGroup:
         outputs: Indices of the outputs that lead to no input.
         starts: Edges that the second half starts from, with their gradients.
         recorded: Gradients that arrived at the intermediates in the first half.
-        owners: Nodes that keep intermediates alive. Python objects of custom Functions do not own
-            their node before torch 2.13.
+        owners: Nodes and edges that keep the intermediates alive. Before torch 2.13 the Python
+            object of a custom Function does not own its node.
     """
 
     leaves: list[Node] = field(default_factory=list)

@@ -2,15 +2,16 @@
 
 Note [Running a stage]
     The model keeps its own `forward`, and each stage runs its part of it. The list of blocks keeps
-    its length. While a stage runs, the blocks outside it are replaced by placeholders: the
-    placeholder before the stage returns what arrived from the previous stage, and the last block of
-    the stage ends the forward.
+    its length. While a stage runs, the blocks outside it are replaced by placeholders. The
+    placeholder before the stage returns what arrived from the previous stage. The forward ends
+    after the last block of the stage.
 
     Values that a model computes before its blocks are not known on later stages. They are NaN
     there, unless the cut requires that a stage computes them again.
 
-    Names of parameters do not change. Parameters of other ranks are replaced: by NaN if the model's
-    code also runs over them with unknown values, else by a tensor whose use is an error.
+    Names of parameters do not change. Parameters of other ranks are replaced. If an earlier stage
+    uses a parameter first, the replacement is NaN, because the model's code also runs here, with
+    unknown values. Otherwise it is a tensor that raises an error when it is used.
 
 Note [Placeholders]
     A model's code does not only call its blocks. It also reads attributes such as a layer's type,
@@ -295,8 +296,8 @@ def _drop_parameters(
     """Remove the parameters outside the blocks that only other stages use.
 
     Returns:
-        Stand-ins for the removed parameters that an earlier stage uses, because the model's code
-            also runs over them here. Any use of another removed parameter is an error.
+        NaN stand-ins for the removed parameters that an earlier stage uses first. The model's code
+            also reads these parameters here. Using any other removed parameter raises an error.
     """
     begin = max(cut.bounds[stage] for stage in indices)
     nan_parameters = []
@@ -363,14 +364,14 @@ def _nan_embedding(
 def _nan(
     shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool
 ) -> torch.Tensor:
-    """Return a tensor of NaN. Only a `dense` one has memory for every element."""
+    """Return a tensor of NaN. Without `dense`, all elements share the memory of one."""
     if dense:
         return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
 class StageEnd(Exception):
-    """Control flow that leaves the model's forward after the last block of a stage.
+    """Exception that ends the model's forward after the last block of a stage.
 
     Attributes:
         output: Output of that block.
@@ -399,8 +400,8 @@ class Placeholder(nn.Module):
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Forward of the placeholder.
 
-        It is a property because a forward that was assigned to the block itself is one of the
-        shared attributes; a property takes precedence over it.
+        The attributes that the placeholder shares with its block may include a `forward` that was
+        assigned to the block. A property takes precedence over this attribute.
         """
         return self.plait_run
 

@@ -36,7 +36,7 @@ FEWEST_NUMBERS = 4096
 Smaller parameters (norms, biases) keep float32 moments, as in bitsandbytes and torchao.
 """
 TENSOR_PARALLEL_DEGREE = 8
-"""Largest degree, a power of two, up to which splitting rows over tp divides no block."""
+"""Largest degree of tp, a power of two, that never splits a block."""
 _SCALE_BYTES = 4
 
 
@@ -70,7 +70,7 @@ def state_bytes(
         form: Form of the states, or None for the dtype of the parameter.
         shape: Unsharded shape of the parameter.
         itemsize: Bytes of an element of the parameter.
-        tensors: Number of states of an optimizer without a special form.
+        tensors: Number of state tensors per parameter. Only used if `form` is None.
         numel: Elements of the part, an int or an array. A multiple of the block size.
     """
     if form is None:

@@ -481,8 +481,8 @@ def destination(schedule: Schedule, message: Message) -> int | None:
 class MessageNumbers:
     """Numbering of the messages of a pipeline, from 0.
 
-    With numbers, a list can store facts about messages. Its lookup is several times faster than
-    that of a set, and tables have tens of thousands of messages.
+    A number is an index into lists with one entry per message. This is several times faster than
+    looking up messages in a set, and a table has tens of thousands of messages.
     """
 
     def __init__(self, *, stages: int, microbatches: int) -> None:

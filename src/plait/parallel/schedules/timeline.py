@@ -76,7 +76,7 @@ class Durations:
     input: tuple[float, ...]
     """Durations of computing the gradient of the input only."""
     weight: tuple[float, ...]
-    """Durations of computing the weight gradients only. An unsplit backward takes both."""
+    """Durations of computing the weight gradients only. An unsplit backward adds `input`."""
     send: tuple[float, ...]
     """Durations of a message between stages s and s + 1, in either direction.
 
