@@ -1,6 +1,6 @@
 """Units of sizes and dtypes, and the functions that parse and print them.
 
-Names carry their unit everywhere else: `_bytes`, `_seconds`, `_tokens`.
+In the rest of the package, names of variables end with their unit: `_bytes`, `_seconds`, `_tokens`.
 """
 
 from __future__ import annotations

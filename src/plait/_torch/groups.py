@@ -1,7 +1,7 @@
 """Process groups: backends, timeouts, names, single-tensor collectives, and unfinished collectives.
 
 Patched behaviour: `delivered_at_once` and `consistent_split_names` replace functions of torch
-inside their blocks.
+within their `with` blocks.
 
 torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_gather_single` and
 `reduce_scatter_single`. The function is looked up in every call, because other code may have

@@ -102,7 +102,7 @@ class TensorRecord(Policy):
         return all(coordinates.get(axis, 0) == 0 for axis, _ in self.cuts)
 
     def parts(self, layout: Layout, target: Window) -> Iterator[tuple[int, Window]]:
-        """Yield (rank, its window) for every rank that wrote a part of the window `target`."""
+        """Yield (rank, window that it wrote) for every rank that wrote a part of `target`."""
         axes = list(dict.fromkeys(axis for axis, _ in self.cuts))
         degrees = layout.all_degrees
         for point in product(*(range(degrees.get(axis, 1)) for axis in axes)):
@@ -328,6 +328,8 @@ def _row_indices(
     first: int, count: int, sizes: list[int], starts: list[int], shape: list[int]
 ) -> Keys:
     """Return the indices that rows of a local part have in the full tensor.
+
+    A row is a vector along the last dimension. Rows are numbered over all other dimensions.
 
     Args:
         first: Index of the first row in the local part.

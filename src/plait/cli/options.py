@@ -62,7 +62,7 @@ def count(*names: str, help: str, panel: str | None = None) -> Any:
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
-    """Return a `typer.Option` that the help of a command shows in a panel."""
+    """Return `typer.Option` for options that a command's help shows in a panel."""
     return partial(typer.Option, rich_help_panel=panel)
 
 

@@ -41,7 +41,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """Names of a launcher's variables. If a field lists several, the first that is set is used.
+    """Names of a launcher's environment variables.
+
+    If a field lists several names, the first variable that is set is used.
 
     Attributes:
         launcher: Name of the launcher for messages.

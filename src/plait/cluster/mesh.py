@@ -127,7 +127,8 @@ class Mesh:
         rank: Global rank of this process.
         device_mesh: torch's mesh, with a dimension for `dp_shard`, whatever its degree, and for
             every other parallel dimension of degree above 1.
-        use: Reference to the default group if Plait created it. None if the user created it.
+        use: Reference that keeps the default group alive with this mesh if Plait created the group.
+            None if the user created it.
         expert_mesh: Mesh of the same ranks with the dimensions `pp`, `edp` and `ep`. None if
             experts are not split.
         reverse_pp: Second group over pp for messages to lower stages. None without a pipeline.

@@ -272,7 +272,7 @@ def launch(steps: Steps) -> Started:
 
 
 def advance(running: Sequence[Started]) -> None:
-    """Finish algorithms in turn, step by step, so that they overlap. Collective.
+    """Run started algorithms to their end, one step of each in turn. Collective.
 
     All ranks must pass the algorithms in the same order.
     """

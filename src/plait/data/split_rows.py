@@ -314,7 +314,9 @@ class RoundPlan:
         return None
 
     def present(self, position: int) -> int:
-        """Return the number of ranks that have a batch of their own at a position that was read."""
+        """Return the number of ranks whose batch at a position is not a filler.
+
+        The position must have been read."""
         if self._last_round is not None and position == self._last_round[0]:
             return self._last_round[1]
         return self.ranks

@@ -139,8 +139,8 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file}: byte {error.start} is not UTF-8; convert the file or leave it out of"
-            " data.paths"
+            f"{file}: the byte at offset {error.start} is not UTF-8; convert the file or leave it"
+            " out of data.paths"
         ) from error
     except OSError as error:
         raise InputError(
@@ -173,8 +173,7 @@ def _parse_row(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
         if section.format != "text":
             content = " or ".join(COLUMNS[section.format])
         raise InputError(
-            f"{where}: is a JSON {type(row).__name__} and not an object; each line is an object"
-            f" with {content}"
+            f"{where}: is not a JSON object; each line of a JSONL file is an object with {content}"
         )
     return row
 

@@ -317,7 +317,7 @@ class Engine(EngineFacts):
         return total + number if number else total
 
     def _to_device(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight, a tensor or a number, as a tensor on the device."""
+        """Return the weight of a loss, which is a tensor or a number, as a tensor on the device."""
         if isinstance(weight, torch.Tensor):
             return weight.to(self.device, dtype)
         return accelerator.tensor_of(weight, dtype=dtype, device=self.device)

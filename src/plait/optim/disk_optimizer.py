@@ -600,8 +600,9 @@ class DiskTier(StepHook):
             if type(local_value) is not torch.Tensor:
                 raise ModelError(
                     f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the"
-                    f" optimizer is a {type(local_value).__name__}, which would lose its form in a"
-                    ' file; use an optimizer whose states are plain tensors, or device "none"'
+                    f" optimizer is a {type(local_value).__name__}, of which a file would"
+                    " store only the values; use an optimizer whose states are plain tensors, or"
+                    ' device "none"'
                 )
             dtype = value.dtype
 

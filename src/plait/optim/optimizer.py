@@ -328,15 +328,15 @@ def _build_small_state_adam(
 
 
 def _build_muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
-    """Build Muon for the matrices inside the model, and AdamW for all other parameters.
+    """Build Muon for the matrices of hidden layers, and AdamW for all other parameters.
 
     The split and the defaults are DeepSpeed's (`set_optimizer_flags`, `MuonWithAuxAdam`).
 
     torch's Muon orthogonalises full matrices: on shards every rank gathers them, which costs
-    traffic that AdamW does not have. Muon multiplies in bfloat16. A difference of 1e-7 in norm
-    between the gradients of two layouts becomes a difference of about 1e-2 between their updates,
-    and of up to 7e-2 if gradients have a low rank. Single elements differ by up to half of the
-    largest element.
+    traffic that AdamW does not have. Muon multiplies in bfloat16, which amplifies differences
+    between layouts: gradients whose norms differ by 1e-7 give updates whose norms differ by about
+    1e-2, or by up to 7e-2 if the gradients have a low rank. Single elements differ by up to half of
+    the largest element.
     """
     matrices = [
         (name, p)

@@ -73,7 +73,7 @@ def memory_bytes(
 
     Args:
         job: The candidates.
-        rates: Constants.
+        rates: Constants of the device and the framework.
         states: Bytes of model states. None computes them: from the ledger (`account_states`) if
             `job.has_exact_blocks`, otherwise from the framework's bytes per parameter.
         ranks: Names in `RANKS` of the pipeline ranks to consider. Only used if

@@ -121,7 +121,7 @@ def size_of_transformers(kind: str, name: str) -> int | None:
 
 
 def _config_class(kind: str) -> Any:
-    """Return Transformers' configuration class of a family, or None if there is none."""
+    """Return Transformers' configuration class of a model type, or None if there is none."""
     if find_spec("transformers") is None:
         return None
     from transformers import CONFIG_MAPPING

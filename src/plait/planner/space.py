@@ -85,7 +85,7 @@ class Space:
     def between(
         self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3
     ) -> Layouts | None:
-        """Return candidates with some memory-saving options, for layouts that need options.
+        """Return candidates with some, but not all, memory-saving options.
 
         See Note [Memory-saving options] in `plait.planner.techniques`.
 

@@ -62,7 +62,7 @@ class Group:
 
     @property
     def domains(self) -> Numbers:
-        """Number of domains of the group."""
+        """Number of domains of fast links, such as NVLink, that the group spans."""
         return np.ceil(self.size / self.inside)
 
 

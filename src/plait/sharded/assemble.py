@@ -257,7 +257,7 @@ def split(
     if weights is not None and not is_meta:
         raise InputError(
             "weights= fills a model that was built under torch.device('meta'); this one has real"
-            " weights already"
+            " weights; build the model there, or leave weights= out"
         )
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
     _warn_if_little_is_split(checked.parts.plans.tensor, model, ep=resolved.layout.ep)

@@ -386,9 +386,9 @@ class ParallelModel(ShardedModel):
         """Prepare an optimizer before its first step, and return its stepper."""
         if self.why_called is not None and len(self._steppers):
             raise InputError(
-                f"{self.why_called}: a step ends for all parameters at once, but a second"
-                " optimizer would find no gradients; use one optimizer with several parameter"
-                " groups"
+                f"{self.why_called}: the step of one optimizer drops the gradients of all"
+                " parameters, so a second optimizer would find none; use one optimizer with several"
+                " parameter groups"
             )
         # The optimizer holds shards. A gathered parameter would not be recognised as one of them.
         free_gathered(self.model)

@@ -269,7 +269,7 @@ def optimizer(context: Context, settings: Mapping[str, Any]) -> Verdict:
 
     The peaks at two depths give the bytes per layer, and thus the number of layers that fit into
     the device's memory. The largest model is not trained: its states would fill the host's
-    memory, and pinning them would take longer than all other rows.
+    memory, and pinning them would take longer than all other checks.
     """
     require("transformers")
     context.group()

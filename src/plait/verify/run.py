@@ -3,7 +3,8 @@
 `plait.initialize` starts the layout as in any training run, so this module does not depend on any
 technique. The first reference trains in one process with plain torch, and has the same weights,
 data and optimizer. The independent reference (`verify.independent`) gets the layout's initial
-weights as arrays; the comparison with the first reference checks that these weights are correct.
+weights as arrays; the comparison of the layout with the first reference checks that these weights
+are correct.
 """
 
 from __future__ import annotations

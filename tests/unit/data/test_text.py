@@ -69,7 +69,7 @@ def test_a_path_without_files_is_refused(tmp_path, path):
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"fine \xff not")
-    with pytest.raises(InputError, match=r"bad\.txt: byte 5 is not UTF-8"):
+    with pytest.raises(InputError, match=r"bad\.txt: the byte at offset 5 is not UTF-8"):
         _documents(tmp_path / "cache", source="files", paths=(str(tmp_path / "bad.txt"),))
 
 
@@ -84,7 +84,7 @@ def test_a_bad_line_is_named(tmp_path):
     for line, message in (
         ('{"body": "x"}', r"line 2: has no field 'text'; it has 'body'"),
         ('{"text": 3}', r"line 2: 'text' holds a int"),
-        ('["text"]', r"line 2: is a JSON list"),
+        ('["text"]', r"line 2: is not a JSON object"),
         ('{"text": ', r"line 2: not valid JSON"),
     ):
         file.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")

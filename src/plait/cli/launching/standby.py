@@ -66,7 +66,9 @@ class Standby:
         return {VARIABLE: str(self._import_list)} if self.count else {}
 
     def poll(self) -> None:
-        """Start missing processes, and request new imports. Called while the ranks run.
+        """Start missing standby processes, and ask all of them to import newly listed modules.
+
+        The launcher calls this while the ranks run.
 
         Does nothing until the first rank has listed its imports.
         """

@@ -311,7 +311,9 @@ def _overrides(
     model: str | None,
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the values with which options override keys of a file. None removes the key."""
+    """Return the values with which options override keys of a file.
+
+    Options that are None override nothing. A key whose value is None in the result is removed."""
     values = {
         "train_batch_size": batch,
         "data.sequence_length": seq,

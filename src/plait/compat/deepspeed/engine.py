@@ -357,7 +357,7 @@ class DeepSpeedEngine(CheckpointMethods):
 
     @property
     def global_samples(self) -> int:
-        """Number of samples in all steps."""
+        """Number of samples in all steps so far."""
         return self.plait.global_steps * self.train_batch_size()
 
     def get_data_parallel_rank(self) -> int:

@@ -89,7 +89,7 @@ def _examine_source(
 
 
 def _translate(document: Document) -> Document:
-    """Translate a file of Accelerate or the Trainer. Other files are returned unchanged."""
+    """Translate a file of Accelerate or the Trainer into Plait's keys. Return others unchanged."""
     if is_accelerate(document.tree):
         return accelerate.translate(document)
     if is_trainer_fsdp(document.tree):

@@ -619,8 +619,8 @@ def recompute(findings: Findings) -> Recompute:
 def recomputes(config: Config) -> bool:
     """Return True if any block is recomputed.
 
-    Otherwise `activation_checkpointing` has no effect, as in DeepSpeed, because no block has a
-    checkpointed input.
+    Otherwise the section `activation_checkpointing` has no effect, as in DeepSpeed, because no
+    block has a checkpointed input.
     """
     section = config.parallel.recompute
     return section.mode not in (None, "none") or section.budget_gib is not None

@@ -282,8 +282,8 @@ class BackwardInputs:
     def rows(self, start: int, end: int) -> BackwardInputs:
         """Return the inputs for the queries from index `start` up to but not including `end`.
 
-        The tensors of the result are contiguous along the tokens, as fused kernels require. The
-        result is cached for the next block with the same queries.
+        The tensors of the result are contiguous, as fused kernels require. The result is cached
+        for the next block with the same queries.
         """
         if (start, end) == (0, self.output.shape[2]):
             return self

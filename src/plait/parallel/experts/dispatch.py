@@ -239,7 +239,7 @@ class _EvenDispatchPlan:
     experts_per_rank: int
 
     def rows(self) -> Sizes:
-        """Return sizes that are as even as possible."""
+        """Return equal numbers of rows for all ranks, up to a remainder of one row."""
         count = len(self.order)
         sizes = [count // self.ranks + (rank < count % self.ranks) for rank in range(self.ranks)]
         return sizes, sizes

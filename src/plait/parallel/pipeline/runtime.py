@@ -488,7 +488,7 @@ class _ScheduleRun:
             self.runtime.messenger.send(tensors, to=to)
 
     def _take(self, message: Message) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a message to this rank. Waits for them."""
+        """Wait for a message to this rank, and return its tensors."""
         if message in self.local_messages:
             return self.local_messages.pop(message)
         source = self.schedule.stage_ranks[message.stage]

@@ -194,7 +194,7 @@ class NanParameter:
     device: torch.device
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Set the attribute to one NaN of a dtype, expanded to the shape of the parameter."""
+        """Set the attribute to a placeholder: one NaN, expanded to the parameter's shape."""
         current = self.module.__dict__.get(self.leaf)
         if not isinstance(current, torch.Tensor) or current.dtype != dtype:
             self.module.__dict__[self.leaf] = _nan(self.shape, dtype, self.device, dense=False)

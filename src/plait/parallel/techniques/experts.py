@@ -211,7 +211,7 @@ class ExpertGradients(StepHook):
         )
 
     def finish_reduction(self) -> None:
-        """Sum the gradients of experts. Collective.
+        """Sum the gradients of experts over the ranks that have the same experts. Collective.
 
         The gradient of a parameter that no rank used stays None. A parameter that some rank used
         gets a gradient on all ranks, as in one process.

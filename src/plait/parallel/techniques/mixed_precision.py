@@ -188,7 +188,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """State from which the next scale is computed."""
+    """State from which the next loss scale is computed."""
 
     scale: float
     """Factor of the loss in the next step."""

@@ -143,7 +143,7 @@ def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
         raise ModelError(
             f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline supports"
             " it only if all parameters are replicated; make it 1-dimensional (shape [1]), or use"
-            " ZeRO stage 0 without bf16, fp16 and offloading"
+            " ZeRO stage 0 with neither bf16, fp16 nor offloading"
         )
 
 

@@ -57,7 +57,9 @@ Weight = tuple[torch.Tensor, DeferredGradient]
 def enter_overlapped(
     x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, Weight]]:
-    """Enter the tensor-parallel region with an input and the weights of the layers that read it.
+    """Enter the tensor-parallel region so that the backward overlaps with its all-reduce.
+
+    The gradients of the weights are computed while the gradient of the input is all-reduced.
 
     Args:
         x: An input [..., in] that is equal on every rank.
