@@ -136,7 +136,7 @@ def engine_and_loop(rank, world, config, folder):
     torch.testing.assert_close(weights_of(model), weights_of(engine.model), rtol=0, atol=0)
     assert sharded.loss_scale == engine.sharded.loss_scale
 
-    with pytest.raises(InputError, match="a second optimizer would find no gradients"):
+    with pytest.raises(InputError, match="so a second optimizer would find none"):
         sharded.step(cases.adamw(list(model.parameters())))
     with pytest.raises(InputError, match="sharded.step clips"):
         sharded.clip_grad_norm(1.0)
