@@ -68,7 +68,7 @@ def store(results: dict[str, Outcome], path: Path, date: str | None = None) -> N
             missed[mutant] = {"ran": outcome["ran"]}
 
     # One line per test file.
-    lines = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]
+    lines = [f" {json.dumps(file)}: {json.dumps(tests)}" for file, tests in noticed.items()]
     head = f'{{\n "date": {json.dumps(date or today())},\n "missed": {json.dumps(missed)},\n'
     text = f'{head} "noticed": {{\n' + ",\n".join(lines) + "\n }\n}\n"
     path.write_text(text, encoding="utf-8")

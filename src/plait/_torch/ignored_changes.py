@@ -160,7 +160,7 @@ def _refuse_sum(arguments: Iterable[Any]) -> None:
 
 
 class _WatchedGroup:
-    """Parameter group of a unit whose methods are replaced with ones that check the shards."""
+    """A unit's FSDPParamGroup, whose methods are replaced with ones that check the shards."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -15,8 +15,8 @@ Note [Life of a save]
 
     Steps 2 to 4 run in `run_on_all_ranks`, so an error of one rank is raised on all of them and
     rank 0 deletes the unfinished folder. Until LATEST is replaced, all earlier checkpoints can be
-    loaded. One of the same tag is then named `.TAG.replaced`. If the process dies, the next save of
-    the tag or `prune` deletes what it left.
+    loaded. Meanwhile, one of the same tag is named `.TAG.replaced`. If the process dies, the next
+    save of the tag or `prune` deletes what it left.
 
 Note [Asynchronous save]
     `Writer.begin` copies the tensors of the snapshot to host memory. A thread with its own process

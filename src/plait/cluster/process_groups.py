@@ -147,7 +147,7 @@ def finish_at_exit() -> None:
 def let_threads_finish() -> None:
     """Wait until gloo's threads sleep, see Note [Threads of gloo].
 
-    This thread pauses between its checks, so that gloo's threads can take the interpreter's lock. A
+    This thread pauses between its checks, so that gloo's threads can take the GIL. A
     thread of gloo also sleeps in a collective whose other ranks are gone, so this never waits for
     other ranks.
     """

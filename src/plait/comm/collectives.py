@@ -135,7 +135,7 @@ class SynchronousReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` [ranks x n] to `output_tensor` [n]. Synchronous.
+        """Reduce-scatter `input_tensor` [ranks x n] into `output_tensor` [n]. Synchronous.
 
         Args:
             output_tensor: Receives this rank's shard of the sum.

@@ -307,7 +307,7 @@ def _parsed_wait(plain: dict[str, Any], *, seen: float) -> Wait:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank that waits for a collective, for reports about hangs.
+    """Entry of a hang report: a rank that waits for a collective.
 
     Attributes:
         rank: Global rank.

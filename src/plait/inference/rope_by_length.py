@@ -47,7 +47,7 @@ class RopeByLength:
 
     @property
     def rereads_tokens(self) -> bool:
-        """True if the tokens of a request are read again when it exceeds the original length."""
+        """True if a request is prefilled again when it exceeds the model's original length."""
         return self.kind == LONGROPE
 
     def remembers(self, longest: int) -> bool:

@@ -325,7 +325,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
 
 
 def _matching_variants(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
-    """Yield (name, family, variant) of every base model of the table."""
+    """Yield (name, family, variant) of every module that is a base model in the table."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if config is None:

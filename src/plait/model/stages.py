@@ -354,7 +354,7 @@ def _flow_on_tokens(
 
 
 def _token_arguments(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with token ids for a model that may accept them."""
+    """Return arguments of a forward with token ids, or None if the model accepts none."""
     ids = torch.zeros(1, 4, dtype=torch.int64)
     try:
         parameters = inspect.signature(model.forward).parameters

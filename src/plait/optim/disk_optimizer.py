@@ -627,7 +627,7 @@ class DiskTier(StepHook):
         return self._mapped(parameter, name, None, dtype=dtype)
 
     def _map_states(self) -> None:
-        """Map states that were created outside the step.
+        """Move states that were created outside the step into memory-mapped files.
 
         Such states come from a loaded checkpoint, or from an optimizer that creates its states when
         it is built.

@@ -234,7 +234,7 @@ def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list
 def _momenta(
     schedule: OneCycle, optimizer: Optimizer, *, total_steps: int | None
 ) -> Callable[[int], list[float]] | None:
-    """Return a function that maps DeepSpeed's index to the first beta of every parameter group.
+    """Return a function from DeepSpeed's step index to the first beta of every parameter group.
 
     With a positive `decay_mom_rate`, the momentum grows after the cycle. Once it reaches 1, Adam
     divides by zero. DeepSpeed permits this. Plait raises ConfigError, either when the schedule is

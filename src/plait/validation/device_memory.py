@@ -4,8 +4,8 @@ The prediction of a training step's peak covers tensors only. Other allocations 
 allocator (cuBLAS workspaces) are measured before the model exists, and subtracted from the measured
 peak. The largest model that is predicted to fit into memory must train.
 
-With optimizer states in host memory, larger models must train; the row also reports the time of a
-step. Generation with streamed weights must return the same tokens as with the weights in device
+With optimizer states in host memory, larger models must train; this check also reports the time of
+a step. Generation with streamed weights must return the same tokens as with the weights in device
 memory, at the bandwidth of the host link.
 """
 

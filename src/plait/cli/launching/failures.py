@@ -368,7 +368,7 @@ def environment(folder: Path) -> dict[str, str]:
     """Return the environment variables that make ranks publish their progress.
 
     Args:
-        folder: Folder for boards and stacks, which is removed with the launch.
+        folder: Folder for boards and stacks, which is removed when the launch ends.
     """
     return {WATCH_FOLDER: str(folder), STACK_SIGNAL: str(int(stacks.SIGNAL))}
 

@@ -240,7 +240,7 @@ class _NodeLauncher:
         ended.put(index)
 
     def send(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Request a signal over the lifeline, unless the launcher has ended."""
+        """Ask the launcher of the machine to send a signal to its ranks, unless it has ended."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             try:
                 self.process.stdin.write(format_line(number, grace_seconds))

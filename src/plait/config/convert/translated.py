@@ -54,7 +54,7 @@ class ForeignKey(Key):
 
 @dataclass
 class Translation:
-    """Settings, rows and problems of the keys that have been translated so far."""
+    """Settings, report rows and problems of the keys that have been translated so far."""
 
     rows: list[KeyReport] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

@@ -253,7 +253,7 @@ def _visit_free(
     """Translate the keys of a free-form field, an object whose keys the schema does not list.
 
     Returns:
-        The object without comments and without keys of the DeepSpeed table.
+        The object without comments and without the keys that DeepSpeed defines.
     """
     settings: Tree = {}
     for name, item in value.items():

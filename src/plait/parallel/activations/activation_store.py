@@ -143,8 +143,8 @@ class SavedTensors:
         """Return the saved-tensor hooks for one call of the block.
 
         Args:
-            args: Positional arguments of the call. The first one (or `hidden_states`) is kept alive
-                by the block only; other tensors are shared between blocks.
+            args: Positional arguments of the call. No other block uses the first one (or
+                `hidden_states`). Other tensors may be arguments of several blocks.
             kwargs: Keyword arguments of the call.
         """
         hidden = args[0] if args else kwargs.get("hidden_states")

@@ -488,7 +488,7 @@ class Reducer(StepHook):
         return ""
 
     def backward_failed(self) -> bool:
-        """Return True if the callback of the last backward has not run."""
+        """Return True if the last backward raised before its final callback ran."""
         return self._finish_queued and not self._finished and graph_task() is None
 
     def on_error(self, lost: FailureScope) -> None:

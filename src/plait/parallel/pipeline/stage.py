@@ -512,7 +512,7 @@ class PipelinePlan:
     def tied(self) -> dict[str, frozenset[int]]:
         """Return the pp ranks of each parameter that several ranks hold.
 
-        Keys are first names of the parameters, in an order that is the same on all ranks.
+        Keys are the names at which the parameters first occur, in the same order on all ranks.
         """
         ranks_of: dict[str, frozenset[int]] = {}
         for name, stages in self.cut.shared().items():

@@ -306,7 +306,7 @@ def problems_of(
 ) -> tuple[Problem, ...]:
     """Return the reasons why a schedule of SCHEDULES does not exist for these numbers.
 
-    The result is empty if the schedule exists. No table is generated.
+    The result is empty if the schedule exists. The table of its actions is not generated.
     """
     return tuple(_problems(name, SCHEDULES[name], pp, microbatches, stages_per_rank))
 
@@ -518,7 +518,7 @@ class MessageNumbers:
         return (index, self.gradients + index + self._microbatches)
 
     def produced_by(self, action: Action) -> int | None:
-        """Return the number of the message that a computation produces, or None for W."""
+        """Return the index of the message that an action produces, or None for W."""
         if action.kind is Kind.WEIGHT:
             return None
         index = action.stage * self._microbatches + action.microbatch

@@ -560,7 +560,7 @@ class BiasUpdate(StepHook):
         self._totals = list(summed.split([len(counts) for counts in self._counts]))
 
     def after_step(self, end: StepEnd) -> str:
-        """Raise or lower every bias by the rate, unless the step was skipped."""
+        """Raise or lower every router bias by the rate, unless the step was skipped."""
         for router, counts in zip(self._routers, self._totals, strict=True):
             if not end.skipped:
                 wide = counts.to(torch.float64)
