@@ -40,11 +40,12 @@ def training_config(parallel, *, stage=0, accumulation=2, **sections):
 
 
 def settings(world, stage, replicas, accumulation, **sections):
-    """Return a configuration with data parallelism only."""
+    """Return a configuration with data parallelism only, unless `sections` has "parallel"."""
     parallel = {"dp_replicate": world, "dp_shard": 1}
     if stage:
         parallel = {"dp_replicate": replicas, "dp_shard": world // replicas}
-    return training_config(parallel, stage=stage, accumulation=accumulation, **sections)
+    sections = {"parallel": parallel, **sections}
+    return training_config(stage=stage, accumulation=accumulation, **sections)
 
 
 def train(rank, world, kind, tied, config, layers=None):

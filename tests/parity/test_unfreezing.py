@@ -40,9 +40,7 @@ def train_gradually(rank, world, config):
     model.blocks[0].requires_grad_(False)
     engine = cases.engine(model, config)
     engine.model.blocks[0].requires_grad_(True)
-    remedy = (
-        r"call requires_grad_\(True\) before plait.initialize, and requires_grad_\(False\) after it"
-    )
+    remedy = r"freeze it afterwards \(requires_grad_\(False\)\) until its training starts"
     with pytest.raises(InputError, match=remedy):
         engine_trace(engine, cases.ragged_steps(world, steps=1, keys=()))
     engine.close()
