@@ -43,3 +43,9 @@ def test_fixed_processes_need_a_fixed_number_of_machines(tmp_path, started):
     assert "the number of machines may change (1 to 2)" in str(refused.exception)
     assert train(tmp_path, "--nnodes 2 --rdzv-endpoint a:1", processes=4).exit_code == 0
     assert [settings.processes for settings in started] == [2]
+
+
+def test_a_wrong_number_of_machines_is_refused(tmp_path, started):
+    refused = train(tmp_path, "--nnodes 2:x")
+    assert isinstance(refused.exception, ConfigError) and not started
+    assert "--nnodes = '2:x'" in str(refused.exception)

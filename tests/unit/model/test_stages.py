@@ -245,7 +245,7 @@ def test_attributes_of_blocks_on_other_ranks():
 
     state = part.model.state_dict()
     names = (*state, *dict(part.model.named_modules()))
-    assert not {"blocks.1.inner.weight", "blocks.1.inner", "blocks.2.inner"} & set(names)
+    assert not [name for name in names if name.startswith(("blocks.1.", "blocks.2."))]
     assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(state)
     absent = part.model.eval().blocks[1]
     assert absent.training is False

@@ -58,6 +58,10 @@ def test_older_names_of_fields_are_accepted(tokenizer):
         (section_of(dtype="bfloat16"), r"set model\.dtype"),
         (section_of(hidden_size=33), r"33.*not a multiple"),
         (section_of(hidden_size="wide"), r"hidden_size|int"),
+        (
+            section_of(vocab_size=299),
+            r"vocab_size = 299: the tokenizer has 300 tokens .* 299 rows; use 300 or more,",
+        ),
         (section_of(max_position_embeddings=63), r"has 63 positions and the run needs 64"),
     ],
 )

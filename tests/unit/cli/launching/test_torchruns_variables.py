@@ -6,6 +6,7 @@ import pytest
 
 from plait.cli import launch as launch_module
 from plait.cli.launching.launch_settings import LaunchSettings, check, with_variables
+from plait.errors import ConfigError
 from tests.unit.cli.commands import run
 
 KUBEFLOW = {
@@ -77,6 +78,11 @@ def test_only_one_kind_of_rendezvous_is_read():
     assert with_variables(nothing, both)["master_addr"] is None
     assert with_variables(nothing, both)["rdzv_endpoint"] == "a:1"
     assert with_variables({**nothing, "master_addr": "b"}, both)["rdzv_endpoint"] is None
+
+
+def test_a_variable_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="PET_NODE_RANK = 'one'"):
+        with_variables(dict.fromkeys(NAMES.split()), {"PET_NODE_RANK": "one"})
 
 
 TASKS = "SLURM_STEP_TASKS_PER_NODE"

@@ -364,6 +364,15 @@ def test_an_unsuitable_referenced_file_is_refused(tmp_path, tree, message):
     assert any(message in text for text in messages)
 
 
+def test_overrides_win_over_the_file(tmp_path):
+    file, _ = write_sample(tmp_path, "yaml", "three dimensions")
+    config = load_foreign(file, ["parallel.tp=4", "parallel.dp_shard=1"])
+    assert (config.parallel.tp, config.parallel.dp_shard) == (4, 1)
+    assert config.origin("parallel.tp") == "override"
+    key = "parallelism_config.parallelism_config_dp_replicate_size"
+    assert config.origin("parallel.dp_replicate") == f"file: {key}"
+
+
 def test_mutated_files_raise_nothing_but_config_errors():
     trees = [yaml.safe_load(row["file"]) for row in SAMPLES["yaml"].values()]
     trees += [row["file"] for row in SAMPLES["json"].values()]

@@ -141,6 +141,7 @@ def test_every_value_is_shown():
 def test_processes_are_those_of_the_file_or_the_fewest():
     assert explain({**BATCH, "parallel": {"tp": 2}, "run": {"processes": 4}}).world_size == 4
     assert explain({**BATCH, "run": {"processes": 4}}, world_size=6).world_size == 6
+    assert explain({**BATCH, "parallel": {"tp": 2}}).world_size == 2
 
 
 def test_a_file_that_cannot_be_resolved_shows_its_keys():
