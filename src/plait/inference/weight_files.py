@@ -267,7 +267,7 @@ class FileBlock:
 
     @property
     def path(self) -> Path:
-        """Path of the file."""
+        """Path of the file that is read."""
         return self.parts[0].stored.path
 
     @property

@@ -51,7 +51,7 @@ def run_without_values(
     has_value: Callable[[torch.Tensor], bool],
     shapes: Shapes,
 ) -> tuple[Any, bool | None]:
-    """Run an operator as far as values are known.
+    """Run an operator on values if all are known and the result is small, and else on shapes.
 
     Args:
         func: The operator.
@@ -63,8 +63,8 @@ def run_without_values(
         shapes: Cache of the shapes of results.
 
     Returns:
-        (result, use of values). The use is None if the operator has not exposed any value, False if
-        it has returned a Boolean, True if it has returned a number or selected elements.
+        (result, exposed values). The second is None if the operator has exposed no value to Python,
+        False if it has exposed a Boolean, True if it has returned a number or selected elements.
     """
     if func is _aten._local_scalar_dense.default:
         (tensor,) = args

@@ -386,7 +386,7 @@ class JoinedOptimizer(Optimizer):
         """Add a group during the construction.
 
         Raises:
-            ModelError: The optimizer has been built. The group would belong to none of the parts.
+            ModelError: The optimizer has been built, and none of its parts would update the group.
         """
         if self.parts:
             raise ModelError(

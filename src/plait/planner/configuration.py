@@ -328,7 +328,8 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
 def _defaults(file: File) -> dict[str, int]:
     """Return the defaults of omitted options, as layout fields.
 
-    If an option is "auto", the search also chooses the omitted options that belong to it.
+    Omitted options that belong to an option with the value "auto" are left out, because the search
+    chooses them.
     """
     defaults: dict[str, int] = {}
     for path, (name, default) in FIELDS.items():

@@ -1,12 +1,12 @@
 """`plait.parallelize`: a sharded model for your own training loop.
 
-Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the
-data-parallel ranks, as DistributedDataParallel does, and any optimizer steps. Some configurations
-need to see the step (see `reason_for_step`). With these the loop calls `sharded.backward(loss)` or
-`sharded.forward_backward(batch, loss_fn)`, and then `sharded.step(optimizer)`. These calls work
-with every configuration.
+With most configurations a plain loop is enough: `loss.backward()` leaves gradients that are means
+over the data-parallel ranks, as with DistributedDataParallel, and any optimizer can apply them.
+Other configurations must run the step themselves (see `reason_for_step`). With these the loop calls
+`sharded.backward(loss)` or `sharded.forward_backward(batch, loss_fn)`, and then
+`sharded.step(optimizer)`. These calls work with every configuration.
 
-Some mistakes of a loop would train silently wrong weights: an optimizer that was built before
+Some mistakes of a loop would silently train wrong weights: an optimizer that was built before
 sharding, a parameter that was added or unfrozen later, a step in the middle of gradient
 accumulation. `StepWatch` refuses them when an optimizer is about to step.
 """

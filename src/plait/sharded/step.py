@@ -236,7 +236,7 @@ def global_norm(
 ) -> torch.Tensor:
     """Return the Euclidean norm over all gradients: 0-dimensional, float64.
 
-    Collective over the model-parallel ranks.
+    Collective over the ranks that hold parts of the same replica of the model.
 
     Args:
         grads: Gradients of this rank, plain or DTensor.
@@ -263,7 +263,7 @@ def norm_of_norms(
 ) -> torch.Tensor:
     """Return a result bitwise equal to `global_norm`, from norms of local gradients.
 
-    Collective over the model-parallel ranks.
+    Collective over the ranks that hold parts of the same replica of the model.
 
     Args:
         norms: (mesh dimensions that shard the gradient, norm of this rank's shard as `norms_of`

@@ -289,7 +289,7 @@ def _lower(
     target: int,
     degrees: Sequence[int],
 ) -> None:
-    """Set fields to the smallest number >= `target` that has the same divisors among `degrees`."""
+    """Set fields to the smallest number >= `target` that the same `degrees` divide as before."""
     _change(fields, result, names, lambda size: min(size, like(size, target, degrees)))
 
 

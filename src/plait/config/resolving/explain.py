@@ -374,7 +374,7 @@ def _of_section(section: str, policy: type[Policy]) -> Callable[[Any], dict[str,
 
 
 def _single(key: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that lists a value as the setting `key`."""
+    """Return a function that maps a value to `{key: value}`."""
     return lambda value: {key: value}
 
 

@@ -81,7 +81,7 @@ def _allow_auto(schema: dict[str, Any], path: str) -> None:
 
 
 def _add_property(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:
-    """Add an entry at a path, with the sections that the schema does not contain."""
+    """Add an entry at a path, and create the sections of the path that do not exist yet."""
     *parents, last = path.split(".")
     node = schema
     for name in parents:

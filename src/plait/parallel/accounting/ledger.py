@@ -15,9 +15,10 @@ cast to the parameters' dtype, and the parameters' gradients are views of it.
 Note [Units after a backward]
     The run, the ledger and the prediction of the peak memory share the rule for what a ZeRO stage
     reduces and frees after a backward (`after_block_backward`, `after_root_backward`). Without a
-    pipeline a rank has one stage, whose micro-batches are the accumulation steps, and each unit
-    ends its step with the last of them. In a pipeline the stages of a rank end their steps at
-    different times, and the root unit (everything outside the blocks) belongs to several of them.
+    pipeline a rank has one pipeline stage, whose micro-batches are the accumulation steps, and each
+    unit ends its step with the last of them. In a pipeline, the pipeline stages of a rank end their
+    steps at different times, and the root unit (everything outside the blocks) belongs to several
+    of them.
 """
 
 from __future__ import annotations

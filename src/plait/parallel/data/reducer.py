@@ -288,7 +288,7 @@ class Reducer(StepHook):
         self._begin_round()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Handle a gradient that autograd has accumulated into `parameter.grad`."""
+        """Copy a new gradient into its bucket, and start the reduction of a complete bucket."""
         if not self.expects_gradients:
             self.has_refused = True
             raise foreign_backward()

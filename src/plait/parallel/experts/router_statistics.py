@@ -176,7 +176,7 @@ class RouterStatistics(StepHook):
         sum of token losses.
 
         Returns:
-            (balance loss, z loss times its coefficient), both 0-dimensional.
+            (balance loss without its coefficient, z loss times its coefficient), 0-dimensional.
 
         Raises:
             ModelError: No forward of the last stage has run.

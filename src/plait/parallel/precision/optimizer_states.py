@@ -67,7 +67,7 @@ def state_bytes(
     """Return the bytes of the optimizer states of a part of a parameter.
 
     Args:
-        form: Form of the states, or None for the dtype of the parameter.
+        form: Storage format of the states, or None for the dtype of the parameter.
         shape: Unsharded shape of the parameter.
         itemsize: Bytes of an element of the parameter.
         tensors: Number of state tensors per parameter. Only used if `form` is None.
@@ -88,7 +88,7 @@ def refuse_cut_blocks(form: str | None, named: Iterable[tuple[str, torch.Tensor]
     """Refuse tensor parallelism that splits rows inside a quantization block.
 
     Args:
-        form: Form of the states.
+        form: Storage format of the states.
         named: Parameters by name. Only their shapes and placements are read.
 
     Raises:

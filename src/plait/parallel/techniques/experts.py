@@ -491,7 +491,7 @@ class Routing(Technique):
 
 
 class BiasUpdate(StepHook):
-    """Hook that counts the tokens of each expert and updates the biases once per step.
+    """Hook that counts the tokens of each expert and updates the router biases once per step.
 
     The counts are summed over the micro-batches of a step and over the ranks with different tokens.
     Padding, evaluations, recomputed forwards and skipped steps are ignored.

@@ -194,9 +194,9 @@ class ParameterOffload(Technique):
         return parts.with_shard(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Count the offloaded parameters as bytes in files, and add the buffer pool for reads.
+        """Count parameters in files as bytes in files, and add the buffer pool for reads.
 
-        Parameters in host memory are counted with the optimizer states.
+        `OptimizerOffload.account` counts parameters in host memory.
         """
         if self.device != "nvme":
             return ledger

@@ -496,7 +496,8 @@ class SplitStream:
 
         Raises:
             ModelError: Random numbers were drawn since the part began, and a layer in the part
-                reads another replicated tensor, of which each rank has dropped different elements.
+                reads another replicated tensor. Dropout may have made this tensor different on each
+                rank.
         """
         generator = _generator(like)
         if generator is None:
