@@ -65,7 +65,7 @@ def pairs(step, rank):
 
 def run_page(rank, world, stage):
     """Return losses and weights of the page's code at a ZeRO stage. Runs on every rank."""
-    code = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     # AdamW would enlarge the rounding of gradients that are almost zero.
     code = code.replace(ADAMW, SGD)
     assert '"stage": 2' in code and SGD in code

@@ -259,6 +259,15 @@ def write(engine):
     deepspeed.utils.safe_set_full_fp32_param(engine.module.last.weight, torch.zeros(4, 4))
 
 
+def gather_to_write(engine):
+    gather_to_read(engine, modifier_rank=0)
+
+
+def gather_to_read(engine, **arguments):
+    with deepspeed.zero.GatheredParameters(engine.module.last.weight, **arguments):
+        assert engine.module.last.weight.shape == (4, 4)
+
+
 def load_weights(engine):
     engine.load_state_dict(net().state_dict())
 
@@ -278,6 +287,12 @@ MOMENTS = [
     ),
     ("changes weights between a backward and its engine.step()", (1, write), ("end", write)),
     ("call it after engine.step()", (1, write), ("end", write)),
+    (
+        "zero.GatheredParameters(modifier_rank=...) changes weights between a backward",
+        (1, gather_to_write),
+        ("end", gather_to_write),
+        (1, gather_to_read),
+    ),
     ("call it after that", (0, read_gradient, 0), (1, read_gradient, 0)),
     (
         "the gradients would belong to other weights; call it after engine.step()",
@@ -696,6 +711,7 @@ def inference(folder):
             {"prompt": [[0, 1, 2]]},
             {},
         ),
+        ("generate takes token ids [batch, length]", {"prompt": PROMPT[0]}, {}),
         (
             "pass both as the tokenizer made them",
             {"attention_mask": PROMPT[:, 1:]},

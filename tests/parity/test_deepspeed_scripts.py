@@ -436,6 +436,14 @@ def misuse_engine(rank, world, folder):
     """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config=settings(3, **ADAMW))
+    weight = model[0].weight
+    with (
+        pytest.raises(PlaitError, match="replaced"),
+        deepspeed.zero.GatheredParameters(weight, modifier_rank=0),
+    ):
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
+    assert model[0].weight is weight, "the shard did not return to the module"
+    assert deepspeed.utils.safe_get_full_grad(weight) is None
     engine.backward(engine(torch.ones(1, 4)).sum())
     with pytest.raises(PlaitError) as error:
         engine.module.state_dict()

@@ -25,36 +25,7 @@ from tests.unit.model.families import family
 ROW_TOKENS = 16
 # Documents of one token, of a row, and of two rows are among them.
 DOCUMENT_TOKENS = np.array(
-    [
-        "9",
-        "4",
-        "16",
-        "3",
-        "7",
-        "5",
-        "2",
-        "11",
-        "13",
-        "6",
-        "8",
-        "1",
-        "30",
-        "12",
-        "4",
-        "10",
-        "5",
-        "9",
-        "3",
-        "14",
-        "16",
-        "2",
-        "7",
-        "15",
-        "8",
-        "6",
-        "11",
-        "5",
-    ],
+    [9, 4, 16, 3, 7, 5, 2, 11, 13, 6, 8, 1, 30, 12, 4, 10, 5, 9, 3, 14, 16, 2, 7, 15, 8, 6, 11, 5],
     dtype=np.uint64,
 )
 

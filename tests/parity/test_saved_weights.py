@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import plait
 from plait.checkpoint import states
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, InputError
 from plait.hf.checkpoints import refuse_empty_files
-from tests.parity import adapted, trainers
+from tests.parity import adapted, refusals, trainers
 from tests.parity.full_tensors import assert_equal, shapes_of
-from tests.parity.refusals import message_of
 from tests.parity.trainers import zero
+
+message_of = partial(refusals.message_of, error=InputError)
 
 SETTINGS = {"learning_rate": 3e-2, "max_steps": 2}
 TP2 = {"parallel": {"tp": 2}}
