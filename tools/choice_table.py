@@ -36,9 +36,11 @@ def topologies() -> dict[str, GroupLinks]:
 
 def quantised(group: GroupLinks) -> GroupLinks:
     """Return the group with one algorithm: quantised slices to their owners, and the sums back."""
-    both = [group.whole.costs[name] for name in ("reduce_scatter", "all_gather")]
-    sent = packed_bytes(MIB // 4, 8) / MIB * sum(cost.seconds_per_byte for cost in both)
-    cost = Cost(sum(cost.fixed_seconds for cost in both), sent + ON_A_GPU)
+    scatter = group.whole.costs["reduce_scatter"]
+    gather = group.whole.costs["all_gather"]
+    seconds_per_byte = scatter.seconds_per_byte + gather.seconds_per_byte
+    sent = packed_bytes(MIB // 4, 8) / MIB * seconds_per_byte
+    cost = Cost(scatter.fixed_seconds + gather.fixed_seconds, sent + ON_A_GPU)
     level = Level(group.ranks, {"all-reduce": cost})
     return GroupLinks(group.axis, group.machines, group.per_machine, level)
 

@@ -8,7 +8,9 @@ one process: the largest relative difference of any loss, gradient, norm or para
 
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from tests.parity.combinations import (
     ADDED_SEED,
     ADVERSARIAL,
     SEED,
-    everything,
     features,
     label,
     sampled,
@@ -32,41 +33,46 @@ from tools import junit
 DATA = RESULTS / "combinations.json"
 PAGE = ROOT / "docs" / "development" / "combinations.md"
 TOLERANCE = 1e-10
+Axes = dict[str, dict[str, list[Any]]]
+"""Number of cases and largest deviation, by axis and value."""
 
 
 def contents(errors: dict[str, float]) -> dict[str, Any]:
     """Return the contents of the results file for deviations by the label of the case."""
-
-    def errors_of(cases: list[Case]) -> dict[str, float]:
-        # A case that failed has no deviation.
-        return {label(case): errors.get(label(case), math.inf) for case in cases}
-
-    named = {name: errors_of(group) for name, group in ADVERSARIAL.items()}
-    adversarial = [case for group in ADVERSARIAL.values() for case in group]
+    named = {}
+    for name, group in ADVERSARIAL.items():
+        result = summary(group, errors)
+        named[name] = [result["cases"], result["largest"]]
     versions = {"date": today(), "torch": torch.__version__}
     versions["transformers"] = transformers.__version__
-    added = summary(errors_of(sampled_of_added()))
+    added = summary(sampled_of_added(), errors)
     return {
         "seed": SEED,
         **versions,
-        "named": {name: [len(group), max(group.values())] for name, group in named.items()},
-        "adversarial": summary(errors_of(adversarial)),
-        "sampled": summary(errors_of(sampled())),
+        "named": named,
+        "adversarial": summary(chain.from_iterable(ADVERSARIAL.values()), errors),
+        "sampled": summary(sampled(), errors),
         "added": {"seed": ADDED_SEED, **versions, "sampled": added},
     }
 
 
-def summary(errors: dict[str, float]) -> dict[str, Any]:
+def summary(cases: Iterable[Case], errors: dict[str, float]) -> dict[str, Any]:
     """Return how many combinations are exact, and the largest deviation of all and by axis."""
-    cases = {label(case): case for case in everything()}
-    places: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
-    for name, error in errors.items():
-        for axis, value in features(cases[name]).items():
-            count, largest = places[axis][value]
-            places[axis][value] = [count + 1, max(largest, error)]
-    exact = sum(error <= TOLERANCE for error in errors.values())
-    largest = max(errors.values())
-    return {"cases": len(errors), "exact": exact, "largest": largest, "axes": places}
+    axes: Axes = defaultdict(dict)
+    deviations = {}
+    for name, case in {label(case): case for case in cases}.items():
+        # A case that failed has no deviation.
+        deviations[name] = errors.get(name, math.inf)
+        for axis, value in features(case).items():
+            _add(axes[axis], value, 1, deviations[name])
+    exact = sum(error <= TOLERANCE for error in deviations.values())
+    largest = max(deviations.values())
+    return {"cases": len(deviations), "exact": exact, "largest": largest, "axes": axes}
+
+
+def _add(values: dict[str, list[Any]], value: str, count: int, error: float) -> None:
+    total, largest = values.get(value, (0, 0.0))
+    values[value] = [total + count, max(largest, error)]
 
 
 def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,24 +80,24 @@ def samples(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def page(data: dict[str, Any]) -> str:
-    groups = samples(data)
-    axes: dict[str, dict[str, list[Any]]] = defaultdict(dict)
-    for group in groups:
+    totals = Counter[str]()
+    largest = 0.0
+    axes: Axes = defaultdict(dict)
+    for group in samples(data):
+        totals.update(exact=group["exact"], cases=group["cases"])
+        largest = max(largest, group["largest"])
         for axis, values in group["axes"].items():
             for value, (count, error) in values.items():
-                total, largest = axes[axis].get(value, (0, 0.0))
-                axes[axis][value] = [total + count, max(largest, error)]
+                _add(axes[axis], value, count, error)
     rows = []
     for axis, values in axes.items():
         for value, (count, error) in sorted(values.items()):
             rows.append([f"{axis}: {value}", str(count), f"{error:.0e}"])
     named = [[name, str(count), f"{error:.0e}"] for name, (count, error) in data["named"].items()]
-    exact = sum(group["exact"] for group in groups)
-    cases = sum(group["cases"] for group in groups)
-    largest = max(group["largest"] for group in groups)
     parts = [
-        f"{exact} of {cases} are equal to {TOLERANCE:g}, {data['sampled']['cases']} of the first "
-        f"sample and {data['added']['sampled']['cases']} of the second. The largest deviation is "
+        f"{totals['exact']} of {totals['cases']} are equal to {TOLERANCE:g}, "
+        f"{data['sampled']['cases']} of the first sample and "
+        f"{data['added']['sampled']['cases']} of the second. The largest deviation is "
         f"{largest:.1e}. Generated by `make combinations` on {data['date']} with torch "
         f"{data['torch']} and Transformers {data['transformers']}.\n",
         "## Adversarial\n",
@@ -104,11 +110,13 @@ def page(data: dict[str, Any]) -> str:
 
 def main(paths: list[str]) -> None:
     results = list(junit.results(map(Path, paths)))
-    recorded = [result.properties for result in results if "deviation" in result.properties]
-    write(DATA, contents({row["case"]: float(row["deviation"]) for row in recorded}))
+    errors = {}
+    for result in results:
+        if "deviation" in result.properties:
+            errors[result.properties["case"]] = float(result.properties["deviation"])
+    write(DATA, contents(errors))
     PAGE.write_text(page(read(DATA)), encoding="utf-8")
-    if any(result.outcome == "failed" for result in results):
-        sys.exit(1)
+    sys.exit(int(junit.counts(results)["failed"] > 0))
 
 
 if __name__ == "__main__":

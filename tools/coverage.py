@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +52,30 @@ def read_statements(path: Path) -> list[Statement]:
 
 
 def tests_of(statement: Statement) -> list[str]:
-    return [test for tests in statement["tests"].values() for test in tests]
+    return [*chain.from_iterable(statement["tests"].values())]
 
 
 def page(statements: list[Statement], results: Results) -> str:
-    tested = {test for statement in statements for test in tests_of(statement)}
-    dates = [results[test]["date"] for test in tested & set(results)]
-    newest = f" The newest result is of {max(dates)}." if dates else ""
-    passed = {test for test, row in results.items() if row["passed"] and not row["failed"]}
+    newest = ""
     rows = []
     for statement in statements:
         command = statement["command"] and f"`{statement['command']}`"
-        tests = tests_of(statement)
-        # A level passed if every test ran and none failed.
-        levels = [
-            level for level, of_it in statement["tests"].items() if of_it and passed >= {*of_it}
-        ]
-        rows.append([
-            statement["id"],
-            statement["statement"],
-            command,
-            "<br>".join(f"`{test}`" for test in tests),
-            "<br>".join(_last_result(results.get(test)) for test in tests),
-            ", ".join(levels),
-        ])  # fmt: skip
+        names = []
+        outcomes = []
+        for test in tests_of(statement):
+            row = results.get(test)
+            names.append(f"`{test}`")
+            outcomes.append(_last_result(row))
+            if row is not None:
+                newest = max(newest, row["date"])
+        levels = []
+        for level, tests in statement["tests"].items():
+            if tests and all(_has_passed(results.get(test)) for test in tests):
+                levels.append(level)
+        cells = ("<br>".join(names), "<br>".join(outcomes), ", ".join(levels))
+        rows.append([statement["id"], statement["statement"], command, *cells])
+    if newest:
+        newest = f" The newest result is of {newest}."
     meanings = "\n".join(f"- **{level}** {meaning}" for level, meaning in LEVELS.items())
     header = ("id", "statement", "command", "tests", "last result", "passed")
     return f"""# Statements, tests and results
@@ -88,11 +89,16 @@ test has run.{newest}
 {markdown(header, rows, right=())}"""
 
 
+def _has_passed(row: dict[str, Any] | None) -> bool:
+    """Return whether a test ran and none of its cases failed."""
+    return row is not None and row["passed"] > 0 and row["failed"] == 0
+
+
 def _last_result(row: dict[str, Any] | None) -> str:
     if row is None:
         return "never run"
-    kinds = [kind for kind in ("failed", "passed", "skipped") if row[kind]]
-    counts = ", ".join(f"{row[kind]} {kind}" for kind in kinds)
+    kinds = ("failed", "passed", "skipped")
+    counts = ", ".join(f"{row[kind]} {kind}" for kind in kinds if row[kind])
     return f"{counts} ({row['date']}, {row['commit']}, torch {row['torch']}, {row['machine']})"
 
 
@@ -100,12 +106,17 @@ def missing(statements: list[Statement], root: Path) -> list[str]:
     gone = []
     for statement in statements:
         for test in tests_of(statement):
-            file, *names = test.split("[")[0].split("::")
-            text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
-            exist = (f"def {name}(" in text or f"class {name}" in text for name in names)
-            if not text or not all(exist):
+            if not _exists(test, root):
                 gone.append(f"{statement['id']}: {test}")
     return gone
+
+
+def _exists(test: str, root: Path) -> bool:
+    file, *names = test.split("[")[0].split("::")
+    if not (root / file).is_file():
+        return False
+    text = (root / file).read_text(encoding="utf-8")
+    return bool(text) and all(f"def {name}(" in text or f"class {name}" in text for name in names)
 
 
 def _recorded(paths: list[Path], tests: list[str]) -> Results:
@@ -118,13 +129,13 @@ def _recorded(paths: list[Path], tests: list[str]) -> Results:
     source = {"commit": revision() or "no commit", "torch": torch.__version__, "machine": machine}
     recorded = {}
     for path in sorted(paths, key=junit.began):
+        date = {"date": junit.began(path)[:10]}
         results = list(junit.results([path]))
         for test in tests:
             # A name of a file, a class or a function stands for all of its tests.
             longer = (f"{test}::", f"{test}[")
             matches = [r for r in results if r.test == test or r.test.startswith(longer)]
             if matches:
-                date = {"date": junit.began(path)[:10]}
                 recorded[test] = junit.counts(matches) | date | source
     return recorded
 
@@ -140,10 +151,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     target = folder / "coverage.md"
     statements = read_statements(folder / "mission.yaml")
     results: Results = read(folder / "results.json", {})
-    problems = [
-        f"docs/development/mission.yaml names a test that does not exist: {test}"
-        for test in missing(statements, root)
-    ]
+    problems = []
+    for test in missing(statements, root):
+        problems.append(f"docs/development/mission.yaml names a test that does not exist: {test}")
     if options.check:
         if not target.exists() or target.read_text(encoding="utf-8") != page(statements, results):
             problems.append(
@@ -151,7 +161,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
                 "run `make coverage-docs`"
             )
     elif not problems:
-        names = sorted({test for statement in statements for test in tests_of(statement)})
+        names = sorted({*chain.from_iterable(map(tests_of, statements))})
         results |= _recorded(options.results, names)
         results = {name: results[name] for name in names if name in results}
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")

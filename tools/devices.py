@@ -84,11 +84,12 @@ def page(documents: Mapping[str, Document]) -> str:
         return HEAD + NONE
     header = ("devices", "date", "Plait", "torch", "passed", "failed", "not run")
     rows = []
-    for document in documents.values():
+    sections = []
+    for name, document in documents.items():
         row = [_devices(document), document["at"][:10], _version(document)]
         row.append(document["versions"]["torch"])
-        rows.append([*row, *(str(document["counts"][name]) for name in header[-3:])])
-    sections = [section(name, document) for name, document in documents.items()]
+        rows.append([*row, *(str(document["counts"][outcome]) for outcome in header[-3:])])
+        sections.append(section(name, document))
     return "\n".join([HEAD, markdown(header, rows, right=()), *sections]).rstrip() + "\n"
 
 
@@ -100,9 +101,10 @@ def _devices(document: Document) -> str:
 
 def _version(document: Document) -> str:
     plait = document["plait"]
+    if not plait.get("revision"):
+        return str(plait["version"])
     changed = ", changed" if plait.get("changed") else ""
-    revision = f" ({plait['revision'][:7]}{changed})" if plait.get("revision") else ""
-    return f"{plait['version']}{revision}"
+    return f"{plait['version']} ({plait['revision'][:7]}{changed})"
 
 
 def section(name: str, document: Document) -> str:

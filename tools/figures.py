@@ -71,7 +71,7 @@ def zero_memory() -> Any:
     facts = model_facts(model, find_blocks(model))
     figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), sharex=True, sharey=True)
     for stage, axis in enumerate(axes):
-        shard = RANKS if stage else np.ones_like(RANKS)
+        shard = np.where(stage > 0, RANKS, 1)
         start = Ledger.start(dp_replicate=RANKS // shard, dp_shard=shard, accumulation=2)
         sweep = DataParallel.sweep(stage=np.full_like(RANKS, stage))
         ledger = account_all((Precision(compute="bfloat16"), sweep), start, facts)

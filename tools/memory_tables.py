@@ -6,9 +6,11 @@ micro-batch, predicted and measured, and the time that recomputation takes.
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from operator import truediv
 from typing import Any
 
 import torch
@@ -48,17 +50,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "head_dim": 32},
     "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 512},
 }
-PEAKS: list[tuple[str, dict[str, Any]]] = [
-    *[("llama", {"stage": stage, "bf16": True, "count": n}) for stage in range(4) for n in (1, 2)],
-    *[("llama", {"stage": 3, "mode": mode}) for mode in MODES],
-    ("llama", {"stage": 3, "tp": 2, "bf16": True}),
-    *[("qwen3", {"stage": stage, "mode": "selective"}) for stage in (0, 3)],
-    *[("gpt2", {"stage": stage, "tp": tp, "mode": "full"}) for stage in (0, 3) for tp in (1, 2)],
-    *[("llama", {"stage": stage, "schedule": "1f1b"}) for stage in (0, 3)],
-    ("llama", {"stage": 2, "schedule": "interleaved-1f1b"}),
-    *[("llama", {"stage": 2, "schedule": "zbv", "mode": mode}) for mode in MODES],
+PEAKS: list[tuple[str, dict[str, list[Any]]]] = [
+    ("llama", {"stage": [0, 1, 2, 3], "bf16": [True], "count": [1, 2]}),
+    ("llama", {"stage": [3], "mode": [*MODES]}),
+    ("llama", {"stage": [3], "tp": [2], "bf16": [True]}),
+    ("qwen3", {"stage": [0, 3], "mode": ["selective"]}),
+    ("gpt2", {"stage": [0, 3], "tp": [1, 2], "mode": ["full"]}),
+    ("llama", {"stage": [0, 3], "schedule": ["1f1b"], "count": [4]}),
+    ("llama", {"stage": [2], "schedule": ["interleaved-1f1b"], "count": [4]}),
+    ("llama", {"stage": [2], "schedule": ["zbv"], "mode": [*MODES], "count": [4]}),
 ]
-"""Models and layouts. One with a schedule has two pipeline stages and 4 micro-batches."""
+"""Models, and values of which every combination is a row. `count` is the number of micro-batches.
+
+A layout with a schedule has two pipeline stages.
+"""
+USUAL = {"stage": [0], "tp": [1], "schedule": [""], "mode": ["none"], "bf16": [False], "count": [1]}
 
 
 def model_of(kind: str, *, device: str = "meta", **fields: Any) -> nn.Module:
@@ -110,56 +116,61 @@ def activations() -> Iterator[list[str]]:
         blocks = stage.saved(engine.parts.recompute_modes)
         head = stage.modes["none"].head
         values = (blocks, measured["activations"], head, measured["logits"])
-        yield [kind, title, mode, *(f"{value:,}" for value in values)]
+        yield [kind, title, mode, *map("{:,}".format, values)]
 
 
 def peaks() -> Iterator[list[str]]:
     """Yield rows: model, layout, the peak of rank 0, predicted and measured, and its moment."""
-    usual = {"tp": 1, "schedule": "", "mode": "none", "bf16": False}
-    for kind, changes in PEAKS:
-        stage, tp, schedule, mode, bf16 = ({**usual, **changes}[key] for key in ("stage", *usual))
-        pp = 1 + bool(schedule)
-        count = 4 if schedule else changes.get("count", 1)
-        config = {
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": count,
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": bf16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "parallel": {
-                "tp": tp,
-                "pp": pp,
-                "recompute": {"mode": mode},
-                "pipeline": {"schedule": schedule or "1f1b"},
-            },
-        }
-        world = 2 * tp * pp
-        resolved = resolve(load(config), world_size=world)
-        model = model_of(kind)
-        ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        with fake_world(world), delivered_at_once():
-            mesh = build_mesh(resolved.layout)
-            peak = predict_peak_on(mesh, model, resolved, samples=SAMPLES, length=LENGTH).peak
-            engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-            pipeline = engine.sharded.pipeline
-            if pipeline is not None:
-                micro_batch = {name: tensor[:SAMPLES] for name, tensor in batch.items()}
-                predict_messages(engine.model, engine.parts, pipeline, micro_batch)
-            measured = measure_peak(engine, batch).torch_bytes
-        techniques = {
-            f"ZeRO {stage}": True,
-            f"tp {tp}": tp > 1,
-            f"pp 2, {schedule}": schedule,
-            f"recompute {mode}": mode != "none",
-            "bf16": bf16,
-            "fp32": not bf16,
-            "1 micro-batch": count == 1,
-            f"{count} micro-batches": count > 1,
-        }
-        layout = ", ".join(name for name, is_used in techniques.items() if is_used)
-        difference = f"{100 * (peak.peak_bytes / measured - 1):+.2f} %"
-        yield [kind, layout, f"{peak.peak_bytes:,}", f"{measured:,}", difference, peak.moment]
+    for kind, choices in PEAKS:
+        for values in product(*{**USUAL, **choices}.values()):
+            yield peak_row(kind, *values)
+
+
+def peak_row(
+    kind: str, stage: int, tp: int, schedule: str, mode: str, bf16: bool, count: int
+) -> list[str]:
+    """Return the row of a layout. The arguments are the keys of `USUAL`."""
+    pp = 1 + bool(schedule)
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": count,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": {
+            "tp": tp,
+            "pp": pp,
+            "recompute": {"mode": mode},
+            "pipeline": {"schedule": schedule or "1f1b"},
+        },
+    }
+    world = 2 * tp * pp
+    resolved = resolve(load(config), world_size=world)
+    model = model_of(kind)
+    ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    with fake_world(world), delivered_at_once():
+        mesh = build_mesh(resolved.layout)
+        peak = predict_peak_on(mesh, model, resolved, samples=SAMPLES, length=LENGTH).peak
+        engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+        pipeline = engine.sharded.pipeline
+        if pipeline is not None:
+            micro_batch = {name: tensor[:SAMPLES] for name, tensor in batch.items()}
+            predict_messages(engine.model, engine.parts, pipeline, micro_batch)
+        measured = measure_peak(engine, batch).torch_bytes
+    techniques = {
+        f"ZeRO {stage}": True,
+        f"tp {tp}": tp > 1,
+        f"pp 2, {schedule}": schedule,
+        f"recompute {mode}": mode != "none",
+        "bf16": bf16,
+        "fp32": not bf16,
+        "1 micro-batch": count == 1,
+        f"{count} micro-batches": count > 1,
+    }
+    layout = ", ".join(name for name, is_used in techniques.items() if is_used)
+    difference = f"{100 * (peak.peak_bytes / measured - 1):+.2f} %"
+    return [kind, layout, f"{peak.peak_bytes:,}", f"{measured:,}", difference, peak.moment]
 
 
 def times() -> Iterator[list[str]]:
@@ -177,7 +188,7 @@ def times() -> Iterator[list[str]]:
     batch = token_batch(2, 256)
     (rank,) = rank_activations(parts, mesh=build_mesh(Layout()), batch=batch)
     ids = torch.arange(512).view(2, 256)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(-1, 9):  # the first turn is not counted
         for mode, model in models.items():
             began = time.perf_counter()
@@ -186,8 +197,7 @@ def times() -> Iterator[list[str]]:
                 seconds[mode].append(time.perf_counter() - began)
     predicted = rank.stages[0].modes
     for mode in MODES:
-        pairs = zip(seconds[mode], seconds["none"], strict=True)
-        ratio = statistics.median(value / plain for value, plain in pairs)
+        ratio = statistics.median(map(truediv, seconds[mode], seconds["none"]))
         flops = predicted[mode].flops / predicted["none"].flops
         saved = sum(predicted[mode].saved) / MIB
         yield [mode, f"{saved:.1f} MiB", f"{flops:.3f}", f"{ratio:.2f}"]

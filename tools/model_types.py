@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -50,10 +50,13 @@ def small(rank: int, world: int, name: str) -> Small:
 
 def last_line(failure: WorkerFailed) -> str:
     """Return the message of a worker's exception, without its traceback."""
-    lines = [line for line in str(failure).splitlines() if line.strip()]
     kinds = f"Error|Exception|{CellFailed.__name__}"
-    messages = [line for line in lines if line[:1].isalpha() and re.search(kinds, line)]
-    text = (messages or lines)[-1]
+    last = message = ""
+    for line in filter(str.strip, str(failure).splitlines()):
+        last = line
+        if line[0].isalpha() and re.search(kinds, line):
+            message = line
+    text = message or last
     return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
 
 
@@ -79,8 +82,9 @@ def cell(pool: Pool, tested: TestedModel, layout: str) -> Entry:
         outcomes = pool.run(PROCESSES, run_cell, tested, layout, timeout=SECONDS)
     except WorkerFailed as failure:
         reason = last_line(failure)
-        outcome = "refused" if reason.startswith(LATE) else "failed"
-        return {"outcome": outcome, "error": None, "reason": reason}
+        if reason.startswith(LATE):
+            return {"outcome": "refused", "error": None, "reason": reason}
+        return {"outcome": "failed", "error": None, "reason": reason}
     if len({outcome.outcome == "refused" for outcome in outcomes}) > 1:
         reason = f"refused on one rank only: {outcomes}"
         return {"outcome": "failed", "error": None, "reason": reason}
@@ -129,11 +133,14 @@ def store(types: dict[str, Entry]) -> None:
 
 def page(data: Mapping[str, Any]) -> str:
     types: Mapping[str, Entry] = data["types"]
-    built = {name: entry for name, entry in types.items() if "cells" in entry}
     reasons: dict[str, int] = {}
-    counts: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     rows = []
-    for name, entry in built.items():
+    not_small = []
+    for name, entry in types.items():
+        if "cells" not in entry:
+            not_small.append(f"- `{name}`: {_flat(entry['not_small'])}")
+            continue
         row = [name, entry["parameters"].removesuffix(" parameters")]
         for column in COLUMNS:
             cell = entry["cells"].get(column, {"outcome": "not run"})
@@ -150,11 +157,13 @@ def page(data: Mapping[str, Any]) -> str:
             row.append(text)
         rows.append(row)
     outcomes = ("exact", "refused", "failed")
-    totals = [[layout, *(str(counts[layout][name]) for name in outcomes)] for layout in LAYOUTS]
+    totals = []
+    for layout in LAYOUTS:
+        totals.append([layout, *(str(counts[layout][outcome]) for outcome in outcomes)])
     loads = ("slices", "in full", "refused", "failed")
     loaded = ", ".join(f"{counts[FOLDER][outcome]} {outcome}" for outcome in loads)
     parts = [
-        f"{len(types)} types; {len(built)} build small. Transformers {data['transformers']}, torch "
+        f"{len(types)} types; {len(rows)} build small. Transformers {data['transformers']}, torch "
         f"{data['torch']}.\n",
         markdown(("layout", *outcomes), totals),
         "",
@@ -166,10 +175,8 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         *(f"{number}. {_flat(reason)}" for reason, number in reasons.items()),
     ]
-    not_small = {name: entry["not_small"] for name, entry in types.items() if name not in built}
     if not_small:
-        parts += ["", "## Not compared: no small version builds and runs", ""]
-        parts += [f"- `{name}`: {_flat(why)}" for name, why in not_small.items()]
+        parts += ["", "## Not compared: no small version builds and runs", "", *not_small]
     if data["not_run"]:
         names = ", ".join(data["not_run"])
         parts += ["", "## Not run yet", "", f"`make model-types` goes on with them: {names}."]

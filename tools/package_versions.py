@@ -53,7 +53,7 @@ def sections(rows: dict[str, Any]) -> dict[str, str]:
         outcomes = [str(row[outcome]) for outcome in OUTCOMES]
         runs.append([name, row["date"], *versions, row["tests"], *outcomes])
         if row["failures"]:
-            names = "\n".join(f"- `{failure}`" for failure in row["failures"])
+            names = "\n".join(map("- `{}`".format, row["failures"]))
             failures += f"\nFailed with {name}:\n\n{names}\n"
 
     bounds = [name for name in ("lowest", "newest") if name in rows]
@@ -81,11 +81,15 @@ def main() -> None:
 
     rows = read(RESULTS, {})
     if options.name:
-        versions = {name: version_of(name) for name in requirements()}
+        versions = {}
+        for name in requirements():
+            version = version_of(name)
+            if version:
+                versions[name] = version
         rows[options.name] = {
             "date": today(),
             "python": platform.python_version(),
-            "packages": {name: version for name, version in versions.items() if version},
+            "packages": versions,
             "tests": options.tests,
             **counts(options.results),
         }

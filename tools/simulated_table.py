@@ -42,7 +42,7 @@ def page(results: list[junit.Result], date: str) -> str:
         if compared_with.startswith("one process") and not math.isnan(difference):
             worst = max(worst, difference)
     rows.sort(key=lambda cells: (int(cells[0]), cells[1]))
-    counts = ", ".join(f"{number} on {count}" for count, number in sorted(devices.items()))
+    counts = ", ".join(f"{devices[count]} on {count}" for count in sorted(devices))
     text = (
         f"**{len(rows)} configurations ({counts} devices), {races} races, {failures} failures.** "
         "The largest difference to one process on the CPU, in float64, is "

@@ -61,31 +61,38 @@ def _is_nested(node: ast.IfExp) -> bool:
 
 def measure(folder: Path) -> dict[str, float]:
     """Return the measures of all Python files below a folder. Those of `LIMITS` come first."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    docstrings = [text for node in nodes for text in _docstrings(node)]
-    conditions = [node for node in nodes if isinstance(node, ast.IfExp)]
-    comprehensions = sum(isinstance(node, _COMPREHENSIONS) for node in nodes)
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    tuples = 0
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            tuples += isinstance(node.value, ast.Tuple)
+    counts = Counter[str]()
+    class_names = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        counts["lines"] += text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            for docstring in _docstrings(node):
+                counts["docstrings"] += 1
+                counts["fragments"] += _FRAGMENT.match(docstring) is not None
+            counts["comprehensions"] += isinstance(node, _COMPREHENSIONS)
+            if isinstance(node, ast.IfExp):
+                counts["conditions"] += 1
+                counts["nested"] += _is_nested(node)
+            elif isinstance(node, ast.Name):
+                counts["names"] += 1
+                counts["vague"] += _VAGUE.fullmatch(node.id) is not None
+            elif isinstance(node, ast.ClassDef):
+                class_names.append(node.name)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                counts["tuples"] += isinstance(node.value, ast.Tuple)
 
-    fragments = sum(bool(_FRAGMENT.match(text)) for text in docstrings)
-    vague = sum(bool(_VAGUE.fullmatch(name)) for name in names)
-    lines = sum(text.count("\n") for text in texts)
-    thousand_lines = max(lines, 1) / 1000
+    repeated = sum(count > 1 for count in Counter(class_names).values())
+    thousand_lines = max(counts["lines"], 1) / 1000
     return {
-        "fragments per 100 docstrings": 100 * fragments / max(len(docstrings), 1),
-        "conditional expressions per 1,000 lines": len(conditions) / thousand_lines,
-        "nested conditional expressions": float(sum(map(_is_nested, conditions))),
-        "tuple assignments per 1,000 lines": tuples / thousand_lines,
-        "vague names per 1,000 names": 1000 * vague / max(len(names), 1),
-        "class names that are not unique": float(sum(count > 1 for count in classes.values())),
-        "comprehensions per 1,000 lines": comprehensions / thousand_lines,
-        "lines": float(lines),
+        "fragments per 100 docstrings": 100 * counts["fragments"] / max(counts["docstrings"], 1),
+        "conditional expressions per 1,000 lines": counts["conditions"] / thousand_lines,
+        "nested conditional expressions": float(counts["nested"]),
+        "tuple assignments per 1,000 lines": counts["tuples"] / thousand_lines,
+        "vague names per 1,000 names": 1000 * counts["vague"] / max(counts["names"], 1),
+        "class names that are not unique": float(repeated),
+        "comprehensions per 1,000 lines": counts["comprehensions"] / thousand_lines,
+        "lines": float(counts["lines"]),
     }
 
 

@@ -125,21 +125,21 @@ def losses(rank: int, world: int, name: str, config: Config, folder: str) -> lis
         start = engine.dp_rank * count
         return float(engine.train_batch(step[start : start + count]).loss)
 
-    first = {key: value for key, value in config.items() if key != "then"}
+    first = {**config}
+    second = first.pop("then", first)
     engine = build(first)
     values = [train(engine, steps[0])]
     if "failed" in name:
         # Tokens that the embedding does not have, on all ranks.
-        wrong = [
-            {**micro_batch, "input_ids": micro_batch["input_ids"] + cases.VOCABULARY}
-            for micro_batch in steps[2]
-        ]
+        wrong = []
+        for micro_batch in steps[2]:
+            wrong.append({**micro_batch, "input_ids": micro_batch["input_ids"] + cases.VOCABULARY})
         with suppress(IndexError):
             train(engine, wrong)
     values.append(train(engine, steps[1]))
     engine.save_checkpoint(f"{folder}/{world}")
     engine.close()
-    again = build(config.get("then", first))
+    again = build(second)
     again.load_checkpoint(f"{folder}/{world}")
     values.append(train(again, steps[2]))
     again.close()
@@ -163,7 +163,9 @@ def run_case(pool: Pool, name: str) -> str:
     world, config = CASES[name]
     # The reference has the model and the dtype of the case, no technique, and no failing step.
     reference = "zero-0" if "failed" in name else name
-    clipping = {key: config[key] for key in ("gradient_clipping",) if key in config}
+    clipping = {}
+    if "gradient_clipping" in config:
+        clipping["gradient_clipping"] = config["gradient_clipping"]
     try:
         with tempfile.TemporaryDirectory(prefix="plait-cover-") as folder:
             expected = pool.run(1, losses, reference, clipping, folder, timeout=SECONDS)[0]
@@ -172,7 +174,8 @@ def run_case(pool: Pool, name: str) -> str:
         print(failure, file=sys.stderr, flush=True)
         return str(failure).strip().splitlines()[-1][:300]
     worst = max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
-    if worst > (3e-2 if name.startswith(LOSSY) else 1e-10):
+    tolerance = 3e-2 if name.startswith(LOSSY) else 1e-10
+    if worst > tolerance:
         return f"losses differ by {worst:.1e}"
     return "passed"
 
@@ -215,7 +218,7 @@ def _record(content: dict[str, Any]) -> None:
 
 
 def page() -> str:
-    runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("torch-*.json"))]
+    runs = [*map(read, sorted(FOLDER.glob("torch-*.json")))]
     reasons: dict[str, int] = {}
     rows = []
     for name in (NAMES, *CASES):

@@ -169,12 +169,6 @@ def sampled_of_added(count=ADDED_COUNT, seed=ADDED_SEED):
     return sorted(result.values(), key=lambda case: case.world)
 
 
-def everything():
-    """Return the adversarial cases and both samples."""
-    adversarial = [case for group in ADVERSARIAL.values() for case in group]
-    return [*adversarial, *sampled(), *sampled_of_added()]
-
-
 def _with_added(random, case):
     tokens = random.choice((0, 0, 1, 3, 5, 1000))
     settings = list(case.settings)

@@ -54,7 +54,7 @@ def test_the_page_has_these_cases():
     named = [case for group in ADVERSARIAL.values() for case in group]
     groups = (sampled(), named, sampled_of_added())
     for recorded, cases in zip(tool.samples(data), groups, strict=True):
-        expected = tool.summary({label(case): 0.0 for case in cases})
+        expected = tool.summary(cases, dict.fromkeys(map(label, cases), 0.0))
         assert recorded["cases"] == recorded["exact"] == expected["cases"]
         assert recorded["largest"] <= tool.TOLERANCE
         assert counts(recorded) == counts(expected)

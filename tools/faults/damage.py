@@ -133,9 +133,11 @@ def _check_save(
 
 def save(folder: Path, step: int, tag: str) -> None:
     chance = torch.Generator().manual_seed(step)
-    names = [f"model.layers.{index}.weight" for index in range(6)] + ["model.norm.bias"]
-    tensors = {name: torch.randn(16, 24, generator=chance) for name in names}
-    records = {name: record_of(tensor) for name, tensor in tensors.items()}
+    tensors = {}
+    records = {}
+    for name in (*(f"model.layers.{index}.weight" for index in range(6)), "model.norm.bias"):
+        tensors[name] = torch.randn(16, 24, generator=chance)
+        records[name] = record_of(tensors[name])
     metadata = {"global_steps": step, "client_state": {}}
     mesh = build_mesh(Layout())
     write(Snapshot(folder, tag, mesh, tensors, records, records, {}, metadata))

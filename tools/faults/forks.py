@@ -46,8 +46,13 @@ class Notes:
     def read(self, event: str | None = None) -> list[list[Any]]:
         if not self.path.exists():
             return []
-        notes = [json.loads(line) for line in self.path.read_text().splitlines()]
+        notes = map(json.loads, self.path.read_text().splitlines())
         return [note for note in notes if event in (None, note[0])]
+
+
+def broken(promises: Mapping[str, bool]) -> list[str]:
+    """Return the descriptions of promises that do not hold."""
+    return [text for text, holds in promises.items() if not holds]
 
 
 def in_process(function: Callable[..., Any], *args: Any, folder: Path) -> Any:
@@ -77,12 +82,11 @@ class Ranks:
         variables |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         variables |= environment or {}
         context = multiprocessing.get_context("fork")
-        self._processes = [
-            context.Process(target=_work, args=(function, rank, args, log, variables))
-            for rank in range(world)
-        ]
-        for process in self._processes:
+        self._processes = []
+        for rank in range(world):
+            process = context.Process(target=_work, args=(function, rank, args, log, variables))
             process.start()
+            self._processes.append(process)
 
     def running(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.is_alive()]

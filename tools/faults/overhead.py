@@ -6,13 +6,14 @@ is on in both: it is by default, and cannot be switched while a process runs.
 """
 
 import multiprocessing
-import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,41 +31,42 @@ def measure(rounds: int) -> dict[str, Any]:
     `wall` is a ratio of times. `cpu` is one of processor time, which other programs disturb less.
     """
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    pipes = [multiprocessing.Pipe() for _ in range(WORLD)]
+    pipes, ends = zip(*(multiprocessing.Pipe() for _ in range(WORLD)), strict=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         variables = {"PLAIT_WATCH_FOLDER": folder, "TORCH_FR_BUFFER_SIZE": "64"}
-        ends = [end for _, end in pipes]
         ranks = Ranks(_run_rounds, WORLD, ends, log=log, environment=variables)
 
         def run_round(checked: bool) -> tuple[float, float]:
-            for pipe, _ in pipes:
+            for pipe in pipes:
                 pipe.send(checked)
-            while not all(pipe.poll(0.1) for pipe, _ in pipes):
-                if len(ranks.running()) < WORLD:
-                    raise SystemExit(f"a rank ended:\n{log.read_text()[-2000:]}")
-            answers = [pipe.recv() for pipe, _ in pipes]
-            return max(wall for wall, _ in answers), sum(cpu for _, cpu in answers)
+            longest = total = 0.0
+            for pipe in pipes:
+                while not pipe.poll(0.1):
+                    if len(ranks.running()) < WORLD:
+                        raise SystemExit(f"a rank ended:\n{log.read_text()[-2000:]}")
+                wall, cpu = pipe.recv()
+                longest = max(longest, wall)
+                total += cpu
+            return longest, total
 
         for number in range(-2, rounds):  # two rounds are not counted
             for checked in (True, False) if number % 2 else (False, True):
                 seconds = run_round(checked)
                 if number >= 0:
                     times[checked].append(seconds)
-        for pipe, _ in pipes:
+        for pipe in pipes:
             pipe.send(None)
         ranks.wait(20)
 
-    pairs = list(zip(times[True], times[False], strict=True))
-    wall, cpu = (
-        statistics.median(checked[index] / plain[index] for checked, plain in pairs)
-        for index in range(2)
-    )
-    step = 1000 * statistics.median(seconds for seconds, _ in times[False]) / STEPS
+    # [rounds, (wall, cpu)]
+    plain = np.array(times[False])
+    wall, cpu = np.median(np.array(times[True]) / plain, axis=0).tolist()
+    step = 1000 * float(np.median(plain[:, 0])) / STEPS
     return {"rounds": rounds, "step_milliseconds": step, "wall": wall, "cpu": cpu}
 
 
-def _run_rounds(rank: int, ends: list[Connection]) -> None:
+def _run_rounds(rank: int, ends: Sequence[Connection]) -> None:
     import plait
     from plait.comm.watch import WATCH
 

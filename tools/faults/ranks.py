@@ -8,14 +8,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plait.comm import stacks
-from tools.faults.forks import Notes
+from tools.faults.forks import Notes, broken
 from tools.mutants.project import ROOT, environment
 
 Row = dict[str, Any]
@@ -79,12 +81,12 @@ KINDS = {
 def faults(size: str) -> Iterator[Row]:
     """Run each fault on each rank with each transport."""
     for name, kind in KINDS.items():
-        places = [(rank, transport) for transport in TRANSPORTS for rank in range(2)]
         if size == "small":
-            places = list(filter(None, [kind.small]))
-        elif size == "release":
-            places *= 5
-        for rank, transport in places:
+            if kind.small:
+                yield fault(name, *kind.small)
+            continue
+        repeats = {"nightly": 1, "release": 5}[size]
+        for _, transport, rank in product(range(repeats), TRANSPORTS, range(2)):
             yield fault(name, rank, transport)
 
 
@@ -94,16 +96,20 @@ def fault(name: str, rank: int, transport: str) -> Row:
     row: Row = {"kind": name, "told_seconds": None, "ended_seconds": None, "exit_code": None}
     plan = {"kind": name, "rank": rank, "transport": transport, "steps": 6, "step": STEP}
     run = _Run(plan, 2)
-    began = next((note[1] for note in run.notes if note[0] == "fault"), None)
-    if began is None:
+    if "fault" not in run.notes:
         return row | {"wrong": [f"no fault happened; the run printed {run.lines[-5:]}"]}
 
     row["exit_code"] = run.exit_code
-    later = [line for line in run.lines if line[0] >= began and not line[1].startswith("[")]
-    reported = next((when for when, text in later if text.startswith("plait:")), None)
+    began = run.notes["fault"][0][0]
+    reported = None
+    later = []
+    for when, text in run.lines:
+        if when >= began and not text.startswith("["):
+            later.append(text)
+            if reported is None and text.startswith("plait:"):
+                reported = when
     if reported is None:
         return row | {"wrong": [f"rank {rank}, {transport}: nothing was reported"]}
-    first_line = later[0][1]
     seconds = row["told_seconds"] = reported - began
     ended = row["ended_seconds"] = run.ended - reported
     # Only the timeout can find a rank that hangs.
@@ -115,22 +121,22 @@ def fault(name: str, rank: int, transport: str) -> Row:
             pattern = pattern.replace("{" + field + "}", str(value))
         return re.search(pattern, text) is not None
 
-    has_later_line = any(matches(kind.later_line, text) for _, text in later)
-    processes = [note[2] for note in run.notes if note[0] == "start"]
-    left = [process for process in processes if stacks.state(process) not in stacks.ENDED]
+    left = []
+    for _, process in run.notes["start"]:
+        if stacks.state(process) not in stacks.ENDED:
+            left.append(process)
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, 9)
     promises = {
         f"reported after {seconds:.1f} s, not {least:g} to {limit:g} s": least <= seconds <= limit,
         f"ended {ended:.1f} s later, allowed are {EXIT_SECONDS:g} s": ended <= EXIT_SECONDS,
         f"exit code {run.exit_code}, not {kind.exit_code}": run.exit_code == kind.exit_code,
-        f"the first line is {first_line!r}": matches("^" + kind.first_line, first_line),
-        f"no line has {kind.later_line!r}": has_later_line,
+        f"the first line is {later[0]!r}": matches("^" + kind.first_line, later[0]),
+        f"no line has {kind.later_line!r}": any(matches(kind.later_line, text) for text in later),
         f"processes {left} are left": not left,
     }
-    for process in left:
-        with suppress(ProcessLookupError):
-            os.kill(process, 9)
-    wrong = [text for text, holds in promises.items() if not holds]
-    return row | {"wrong": [f"rank {rank}, {transport}: {text}" for text in wrong]}
+    return row | {"wrong": [f"rank {rank}, {transport}: {text}" for text in broken(promises)]}
 
 
 def healthy(size: str) -> Iterator[Row]:
@@ -142,7 +148,7 @@ def healthy(size: str) -> Iterator[Row]:
         plan = {"kind": "slow", "rank": -1, "step": -1, "steps": steps, "seed": seed}
         plan |= {"transport": TRANSPORTS[seed % 2], "stall": STALL_SECONDS}
         run = _Run(plan, 4)
-        ended = sum(note[0] == "end" for note in run.notes)
+        ended = len(run.notes["end"])
         alarms = [text for _, text in run.lines if text.startswith("plait:")]
         wrong = []
         if alarms or run.exit_code or ended != 4:
@@ -160,17 +166,14 @@ class _Run:
     def __init__(self, plan: dict[str, Any], ranks: int) -> None:
         self.lines: list[tuple[float, str]] = []
         """Lines of standard error with the times at which they came."""
+        self.notes: dict[str, list[list[Any]]] = defaultdict(list)
+        """Times and values of events, by the name of the event."""
         with tempfile.TemporaryDirectory() as folder:
             notes = Notes(Path(folder, "notes"))
             plan = {**plan, "timeout": TIMEOUT_SECONDS, "notes": str(notes.path)}
             command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", str(ranks)]
-            command += [
-                "--log-dir",
-                f"{folder}/logs",
-                "-m",
-                "tools.faults.worker",
-                json.dumps(plan),
-            ]
+            command += ["--log-dir", f"{folder}/logs"]
+            command += ["-m", "tools.faults.worker", json.dumps(plan)]
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             process = subprocess.Popen(command, text=True, env=environment(), cwd=ROOT, **pipes)
             reader = threading.Thread(target=self._read, args=(process.stderr,), daemon=True)
@@ -182,7 +185,8 @@ class _Run:
                 self.exit_code = process.wait()
             self.ended = time.monotonic()
             reader.join(2)
-            self.notes = notes.read()
+            for event, *values in notes.read():
+                self.notes[event].append(values)
 
     def _read(self, stream: Any) -> None:
         for text in stream:

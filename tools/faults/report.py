@@ -21,7 +21,7 @@ def page(parts: dict[str, Part]) -> str:
 
 
 def _table(header: str, rows: list[list[Any]]) -> str:
-    return markdown(header.split("; "), [[str(cell) for cell in row] for row in rows], right=())
+    return markdown(header.split("; "), [[*map(str, row)] for row in rows], right=())
 
 
 def _ranks(rows: list[Part]) -> str:
@@ -31,13 +31,13 @@ def _ranks(rows: list[Part]) -> str:
     cells = []
     for kind, runs in runs_of.items():
         codes = ", ".join(sorted({str(run["exit_code"]) for run in runs}))
-        times = [_longest(runs, name) for name in ("told_seconds", "ended_seconds")]
-        cells.append([kind, len(runs), _passed(runs), *times, codes])
+        times = (_longest(runs, "told_seconds"), _longest(runs, "ended_seconds"))
+        cells.append([kind, len(runs), passed(runs), *times, codes])
     return _table("fault; runs; passed; reported within; all ended within; exit code", cells)
 
 
 def _slow(rows: list[Part]) -> str:
-    return f"{len(rows)} runs, {len(rows) - _passed(rows)} stopped.\n"
+    return f"{len(rows)} runs, {len(rows) - passed(rows)} stopped.\n"
 
 
 def _restarts(rows: list[Part]) -> str:
@@ -56,16 +56,17 @@ def _saves(rows: list[Part]) -> str:
     header = "kills; at a call of the save; different calls; rank 0, rank 1; lost; mixed; "
     cells = []
     for row in rows:
-        by_rank = ", ".join(str(count) for _, count in sorted(row["by_rank"].items()))
+        by_rank = ", ".join(str(row["by_rank"][rank]) for rank in sorted(row["by_rank"]))
         counts = [row["kills"], row["at_calls"], len(row["names"]), by_rank, row["lost"]]
         cells.append([*counts, row["mixed"], row["runs"], row["other_ends"], _word(row)])
     return _table(f"{header}runs to their end; with other losses or state; passed", cells)
 
 
 def _damage(rows: list[Part]) -> str:
-    cells = [
-        [row["kind"], *(f"{row[key]:,}" for key in ("count", "noticed", "named"))] for row in rows
-    ]
+    cells = []
+    for row in rows:
+        counts = (row["count"], row["noticed"], row["named"])
+        cells.append([row["kind"], *map("{:,}".format, counts)])
     return _table("what; times; noticed, and the previous one loaded; file and tensor named", cells)
 
 
@@ -78,7 +79,7 @@ def _overhead(rows: list[Part]) -> str:
     )
 
 
-def _passed(rows: list[Part]) -> int:
+def passed(rows: list[Part]) -> int:
     return sum(not row["wrong"] for row in rows)
 
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import WATCH_FOLDER
 from plait.comm import hang, stacks
-from tools.faults.forks import Ranks
+from tools.faults.forks import Ranks, broken
 from tools.mutants.project import environment
 
 Row = dict[str, Any]
@@ -235,11 +235,14 @@ def signalled(
     train = Train(folder / re.sub(r"\W+", "-", what), *options)
     train.wait_for_steps(steps=3)
     ranks = train.ranks()
-    os.kill(ranks[1] if one_rank and ranks else train.process.pid, number)
+    process = train.process.pid
+    if one_rank and ranks:
+        process = ranks[1]
+    os.kill(process, number)
     began = time.monotonic()
     code = train.end()
     seconds = round(time.monotonic() - began, 2)
-    step = max((step for step, _ in losses(train.folder)), default=0)
+    step, _ = max(losses(train.folder), default=(0, 0.0))
     last = state(train.folder)
     log = train.log.read_text()
     failures = [word for word in ("failed", "Traceback", "no exception") if word in log]
@@ -270,7 +273,7 @@ def _judged(
     same_state = state(folder) == state(reference) and state(folder) is not None
     promises |= {"other losses": same_losses, "another state at the end": same_state}
     promises[f"processes left: {[*left]}"] = not left
-    wrong = [text for text, holds in promises.items() if not holds]
+    wrong = broken(promises)
     if wrong:
         wrong.append((folder / "log").read_text()[-1500:])
     else:
@@ -283,15 +286,18 @@ def roll_back(folder: Path, nan_rank: int) -> Row:
     """Let the loss of a batch be NaN on one rank, and compare with a run without that batch."""
     samples = 24 * 4  # before step 25
     codes = []
-    folders = [folder / f"{name}-{nan_rank}" for name in ("rolled", "without")]
+    folders = (folder / f"rolled-{nan_rank}", folder / f"without-{nan_rank}")
     for place in folders:
         file = write_configuration(place, roll_backs=1, steps=40)
         arguments = (str(file), samples, nan_rank, place is folders[1])
         variables = {"PLAIT_CACHE": str(folder / "cache")}
         ranks = Ranks(_train_with_nan, 2, *arguments, log=place / "log", environment=variables)
         codes += ranks.wait(LIMIT_SECONDS)
-    starts = [row for row in metrics(folders[0]) if row["event"] == "start"]
-    notes = " ".join(note for start in starts for note in start["resumed"])
+    resumed = []
+    for row in metrics(folders[0]):
+        if row["event"] == "start":
+            resumed += row["resumed"]
+    notes = " ".join(resumed)
     cause = f"the loss of rank {nan_rank} is not finite"
     promises = {
         f"exit codes {codes}": not any(codes),

@@ -61,7 +61,8 @@ def kill_saves(
         plans += [(rank, call, name) for call, name in enumerate(calls)] * per_call
     if most is not None:
         plans = chance.sample(plans, min(most, len(plans)))
-    plans += [(index % WORLD, -1, "") for index in range(random_kills)]
+    for index in range(random_kills):
+        plans.append((index % WORLD, -1, ""))
     chance.shuffle(plans)
 
     runs = _KilledRuns(folder / "killed", reference, iter(plans), chance)
@@ -82,10 +83,18 @@ class Reference:
             log = (folder / "log").read_text()
             raise SystemExit(f"the run without kills failed:\n{log[-3000:]}")
         notes = Notes(folder / "notes")
-        self.losses = {step: {loss} for _, _, step, loss in notes.read("loss")}
+        self.losses = losses_by_step(notes)
         self.contents = {step: tuple(content) for _, _, step, content in notes.read("content")}
         calls = {rank: names for _, _, rank, names in notes.read("calls of")}
         self.calls: list[list[str]] = [calls[rank] for rank in range(WORLD)]
+
+
+def losses_by_step(notes: Notes) -> dict[int, set[str]]:
+    """Return the different losses of each step."""
+    losses: dict[int, set[str]] = defaultdict(set)
+    for _, _, step, loss in notes.read("loss"):
+        losses[step].add(loss)
+    return losses
 
 
 class _KilledRuns:
@@ -165,15 +174,12 @@ class _KilledRuns:
             self.row["wrong"].append(f"{where}: the checkpoint of step {step} has other contents")
 
     def _check_end(self, tags: str) -> None:
-        losses: dict[int, set[str]] = defaultdict(set)
-        for _, _, step, loss in self.notes.read("loss"):
-            losses[step].add(loss)
-        resumed = [step for _, _, rank, step in self.notes.read("resumed") if rank == 0]
         self.row["runs"] += 1
-        self.row["resumed"] += sum(step > 0 for step in resumed)
+        for _, _, rank, step in self.notes.read("resumed"):
+            self.row["resumed"] += rank == 0 and step > 0
         last, _ = newest(self.folder / "checkpoints")
         is_same = last and _content(last) == self._reference.contents[self._reference.steps]
-        if losses != self._reference.losses or not is_same:
+        if losses_by_step(self.notes) != self._reference.losses or not is_same:
             self.row["other_ends"] += 1
             self.row["wrong"].append(f"tags {tags}: losses or last state differ from the reference")
 

@@ -54,9 +54,10 @@ def main() -> int:
 
     mutants = waits() if options.waits else load()
     record = report.WAITS if options.waits else report.DEFECTS
-    unknown = sorted(set(options.ids) - {mutant.id for mutant in mutants})
+    by_id = {mutant.id: mutant for mutant in mutants}
+    unknown = sorted(set(options.ids) - set(by_id))
     if unknown:
-        names = ", ".join(mutant.id for mutant in mutants)
+        names = ", ".join(by_id)
         parser.error(f"no mutant is called {', '.join(unknown)}; the catalogue has {names}")
     check(mutants)
     if options.check:
@@ -68,9 +69,12 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     everything: list[str] = []
     if options.again:
-        noticed_by = {mutant.id: last_test(results, mutant) for mutant in selected}
-        selected = [mutant for mutant in selected if "::" in noticed_by[mutant.id]]
-        tests = {mutant.id: [noticed_by[mutant.id]] for mutant in selected}
+        tests = {}
+        for mutant in selected:
+            test = last_test(results, mutant)
+            if "::" in test:
+                tests[mutant.id] = [test]
+        selected = [by_id[name] for name in tests]
     else:
         command: tuple[str, ...] = ("tools/tests.py",)
         everything = ["tests"]
@@ -82,7 +86,7 @@ def main() -> int:
         tests = reach.tests_by_mutant(lines)
     for mutant, outcome in run(selected, results, tests, everything):
         results[mutant.id] = outcome
-        current = {entry.id: results[entry.id] for entry in mutants if entry.id in results}
+        current = {name: results[name] for name in by_id if name in results}
         report.store(current, record.results)
     page = report.page(mutants, *report.load(record.results), record)
     record.page.write_text(page, encoding="utf-8")

@@ -43,10 +43,12 @@ class Mutant:
 
     def line(self, text: str) -> int:
         """Return the number of the first line of `text` that the defect changes."""
-        pairs = zip(self.old, self.new, strict=False)
-        shorter = min(len(self.old), len(self.new))
-        shared = next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
-        return text.count("\n", 0, text.index(self.old) + shared) + 1
+        line = text.count("\n", 0, text.index(self.old)) + 1
+        for old, new in zip(self.old, self.new, strict=False):
+            if old != new:
+                break
+            line += old == "\n"
+        return line
 
 
 def load(folder: Path = LISTS) -> list[Mutant]:
@@ -62,8 +64,8 @@ def load(folder: Path = LISTS) -> list[Mutant]:
                 raise ValueError(
                     f"{path}: {entry.get('id')}: the keys must be id, what, file, old and new"
                 )
-            values = {key: str(value) for key, value in entry.items()}
-            values |= {key: values[key].strip("\n") for key in ("old", "new")}
+            # A block of YAML ends in a newline.
+            values = {key: str(value).strip("\n") for key, value in entry.items()}
             mutants.append(Mutant(**values, author=path.stem))
     counts = Counter(mutant.id for mutant in mutants)
     repeated = [name for name, count in counts.items() if count > 1]

@@ -6,6 +6,7 @@ earlier test computed does not reach the code by itself, so survivors run agains
 """
 
 import ast
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -58,20 +59,18 @@ def find(
 
 def tests_by_mutant(lines: Path) -> dict[str, list[str]]:
     """Return the tests that reach a mutant and pass without it, those of quick files first."""
-    passed: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    passed: dict[str, list[str]] = defaultdict(list)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines.read_text(encoding="utf-8").splitlines():
         row: dict[str, Any] = json.loads(line)
         if not row["failed"]:
+            file = row["test"].partition("::")[0]
             for mutant in row["reached"]:
-                passed[mutant].append((row["test"], row["seconds"]))
-    ordered = {}
+                passed[mutant].append(row["test"])
+                seconds[mutant, file] += row["seconds"]
     for mutant, tests in passed.items():
-        by_file: dict[str, float] = defaultdict(float)
-        for test, seconds in tests:
-            by_file[test.partition("::")[0]] += seconds
-        names = [test for test, _ in tests]
-        ordered[mutant] = sorted(names, key=lambda test: by_file[test.partition("::")[0]])
-    return ordered
+        tests.sort(key=lambda test: seconds[mutant, test.partition("::")[0]])
+    return passed
 
 
 def probed(text: str, mutants: list[Mutant]) -> str:
@@ -81,8 +80,9 @@ def probed(text: str, mutants: list[Mutant]) -> str:
         body, index = _statement(tree, mutant.line(text))
         call = ast.parse(f"_probe({mutant.id!r})").body[0]
         body.insert(index, ast.copy_location(call, body[index]))
-    start = next((i for i, node in enumerate(tree.body) if not _is_prelude(node)), len(tree.body))
-    tree.body[start:start] = ast.parse(PROBE).body
+    after_prelude = [*itertools.dropwhile(_is_prelude, tree.body)]
+    prelude = tree.body[: len(tree.body) - len(after_prelude)]
+    tree.body = [*prelude, *ast.parse(PROBE).body, *after_prelude]
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -98,8 +98,9 @@ def _statement(tree: ast.Module, line: int) -> tuple[list[ast.stmt], int]:
     """
     body: list[ast.stmt] = tree.body
     while True:
-        ends = [node.end_lineno or node.lineno for node in body]
-        index = next((i for i, end in enumerate(ends) if end >= line), len(body) - 1)
+        index = 0
+        while index + 1 < len(body) and (body[index].end_lineno or 0) < line:
+            index += 1
         node = body[index]
         blocks = [b for b in _blocks(node) if b[0].lineno <= line <= (b[-1].end_lineno or 0)]
         if blocks:
@@ -136,7 +137,7 @@ class Attribution:
             self._failed.add(report.nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        reached = sorted(path.name for path in self.marks.iterdir())
+        reached = sorted(os.listdir(self.marks))
         for name in reached:
             (self.marks / name).unlink()
         row = {

@@ -6,6 +6,7 @@ the other mutants to what ran. Grouping by test keeps the file below 20 KB.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +45,15 @@ def load(path: Path = DEFECTS.results) -> tuple[dict[str, Outcome], str]:
     if not path.exists():
         return {}, ""
     recorded = json.loads(path.read_text(encoding="utf-8"))
-    results = {
-        mutant: {"caught_by": "", **outcome} for mutant, outcome in recorded["missed"].items()
-    }
+    results = {}
+    for mutant, outcome in recorded["missed"].items():
+        results[mutant] = {"caught_by": "", **outcome}
     for file, tests in recorded["noticed"].items():
         for test, mutants in tests.items():
             # Without a test it is a file that did not start, or how the tests ended.
             caught_by = f"tests/{file}::{test}" if test else file
-            results |= {mutant: {"caught_by": caught_by} for mutant in mutants}
+            for mutant in mutants:
+                results[mutant] = {"caught_by": caught_by}
     return results, recorded["date"]
 
 
@@ -78,21 +80,28 @@ def page(
     mutants: list[Mutant], results: dict[str, Outcome], date: str, record: Record = DEFECTS
 ) -> str:
     """Return the page for results of which the newest are of `date`."""
-    recorded = [mutant.id for mutant in mutants if mutant.id in results]
-    missed = [name for name in recorded if not results[name]["caught_by"]]
-    survivors = [name for name in missed if results[name]["ran"] == "everything"]
-    unfinished = [name for name in missed if name not in survivors]
+    rows: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    missed: dict[str, list[str]] = defaultdict(list)
+    recorded = noticed = 0
+    for mutant in mutants:
+        rows[mutant.author].append(_row(mutant, results))
+        result = results.get(mutant.id)
+        if result is not None:
+            recorded += 1
+            if result["caught_by"]:
+                noticed += 1
+            else:
+                missed[result["ran"]].append(mutant.id)
     lines = [
-        f"**{len(recorded) - len(missed)} of {len(recorded)} are noticed.** "
-        f"Not noticed: {', '.join(survivors) or 'none'}. "
+        f"**{noticed} of {recorded} are noticed.** "
+        f"Not noticed: {', '.join(missed['everything']) or 'none'}. "
         "Not noticed by the tests that reach them, and not run against all tests yet: "
-        f"{', '.join(unfinished) or 'none'}. "
-        f"Not run yet: {len(mutants) - len(recorded)} of {len(mutants)}. Last run: {date}."
+        f"{', '.join(missed['reaching']) or 'none'}. "
+        f"Not run yet: {len(mutants) - recorded} of {len(mutants)}. Last run: {date}."
     ]
     for author, title in TITLES.items():
-        rows = [_row(mutant, results) for mutant in mutants if mutant.author == author]
-        if rows:
-            table = markdown(("defect", "what goes wrong", "noticed by"), rows, right=())
+        if author in rows:
+            table = markdown(("defect", "what goes wrong", "noticed by"), rows[author], right=())
             lines += ["", f"## {title}", "", table.rstrip()]
     return with_sections(record.page, {"results": "\n".join(lines) + "\n"})
 

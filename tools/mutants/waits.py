@@ -6,6 +6,7 @@ These are calls of `NAMES`, methods of these names that are passed on, and `non_
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from tools.mutants.catalogue import Mutant
@@ -41,6 +42,7 @@ and the beginning of the code. The value is the reason."""
 
 def waits() -> list[Mutant]:
     mutants: list[Mutant] = []
+    numbers = Counter[str]()
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         file = path.relative_to(PACKAGE).as_posix()
@@ -53,10 +55,10 @@ def waits() -> list[Mutant]:
             new = text[old_start:start] + replacement + text[end:old_end]
             place = f"{file.removesuffix('.py')} {label or code}"
             name = "-".join(re.findall(r"\w+", place))[:80].strip("-_")
-            number = sum(mutant.id.rpartition("-")[0] == name for mutant in mutants) + 1
+            numbers[name] += 1
             what = f"`{label or code}` is taken out"
             source = path.relative_to(ROOT).as_posix()
-            mutants.append(Mutant(f"{name}-{number}", what, source, old, new, "waits"))
+            mutants.append(Mutant(f"{name}-{numbers[name]}", what, source, old, new, "waits"))
     return mutants
 
 
