@@ -98,7 +98,7 @@ def test_an_optimizer_of_several_passes_is_refused(is_built):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters()) if is_built else torch.optim.LBFGS
     config = {"train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(InputError, match=r"LBFGS.step calls a function.*AdamW"):
+    with pytest.raises(InputError, match=r"LBFGS.step requires a closure.*AdamW"):
         plait.initialize(model, config, optimizer=optimizer, loss_fn=plait.causal_lm_loss)
 
 
