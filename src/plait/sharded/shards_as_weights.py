@@ -166,8 +166,8 @@ def _refuse_pickle(self: Any, protocol: Any) -> Any:
         f"{type(self).__name__.removeprefix('FSDP')} cannot be pickled (by torch.save(model), for"
         " example): it was split or wrapped for its layout, and this process may have only a part"
         " of the weights; save a checkpoint (engine.save_checkpoint(folder),"
-        " trainer.save_model(folder)), or call plait.iterate_weights on every process and save its"
-        " tensors (pass engine.sharded, or the result of plait.parallelize)"
+        " trainer.save_model(folder)), or call plait.iterate_weights(engine.sharded) on every"
+        " process and save its tensors (without an engine, pass the result of plait.parallelize)"
     )
 
 

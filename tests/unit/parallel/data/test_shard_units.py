@@ -68,7 +68,7 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 def test_several_dtypes_in_a_unit_are_refused():
     message = (
-        r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0"
+        r"^layers.0.phase is complex64 and layers.0.weight is float32, .*\(layers.0\).*ZeRO stage 0"
     )
     with pytest.raises(ModelError, match=message):
         refuse_several_dtypes(ComplexModel(), BLOCKS)
