@@ -214,7 +214,7 @@ DATA_PARALLEL = (
         (
             "are one parameter in two units",
             "put both modules into one module whose forward"
-            " runs both, and name it in parallel.blocks",
+            " runs both and name that module in parallel.blocks",
         ),
         changed(tie_blocks),
         tie_in_one_block,
@@ -368,7 +368,7 @@ PIPELINES = (
     Case(
         (
             "the loss cannot be computed from only",
-            "pass the values that the loss reads from block to block and to the model's output",
+            "return the values that the loss needs from every block and in the model's output",
         ),
         *each_way(with_auxiliary),
     ),
@@ -507,8 +507,8 @@ DIFFERENT_RANKS = (
     ),
     Case(
         (
-            "call the block itself instead of its forward()",
-            "list the called modules in parallel.blocks",
+            "call the block itself (not its forward()",
+            "list the modules that are called in parallel.blocks",
         ),
         bypassed,
         lambda: bypassed(False) and bypassed(blocks=["blocks.*.side"]),

@@ -64,7 +64,7 @@ REFUSED = (
     "passes a batch to the model unchanged",
     "batch that is not split over cp ranks",
     "use a layout without this technique",
-    "must be [2, 16]",
+    "require [2, 16]",
     "zeros before ones",
     "`weights` has the shape [2, 3]",
     "cache",

@@ -683,7 +683,7 @@ def pipelines(folder):
         ),
         ("leave them out: layers are initialised by name", {"seed_layers": True}, {}),
         (
-            "the PipelineModule has no loss; pass it loss_fn=, a function of (output, labels)",
+            "the PipelineModule has no loss; pass loss_fn=, a function of (output, labels)",
             {"loss_fn": None},
             {},
         ),

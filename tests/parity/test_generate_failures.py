@@ -130,4 +130,4 @@ def generate_without_layer_numbers(rank, world):
 
 def test_a_stage_that_cannot_keep_keys(pool):
     for message in pool.run(2, generate_without_layer_numbers, timeout=60):
-        assert "does not say which layer of a cache is its own" in message
+        assert "does not record the index of its layer in the KV cache" in message

@@ -118,4 +118,4 @@ def test_a_block_that_is_bypassed_is_explained(pool):
     for messages in pool.run(2, bypass_blocks):
         for message in messages:
             assert message.startswith("BypassesBlocks.forward computes with"), message
-            assert "list the called modules in parallel.blocks" in message
+            assert "list the modules that are called in parallel.blocks" in message

@@ -338,7 +338,7 @@ def test_a_file_without_tensors_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     save_file({}, tmp_path / "other" / "adapter_model.safetensors")
     refuse_empty_files(tmp_path)
-    message = "other/adapter_model.safetensors was written without a tensor"
+    message = "other/adapter_model.safetensors contained no tensors and was removed"
     with pytest.raises(CheckpointError, match=message):
         refuse_empty_files(tmp_path, ["other"])
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]

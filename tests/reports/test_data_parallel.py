@@ -137,7 +137,7 @@ CASES = [
         parameters.first_and_last_layer_shared,
         refused=on(
             SHARDED,
-            "put both modules into one module whose forward runs both, and name it in",
+            "put both modules into one module whose forward runs both and name that module in",
         ),
     ),
     Case(

@@ -147,7 +147,7 @@ def test_data(tmp_path):
                 lambda: encode("{{ messages | length }}" + TEMPLATE),
             ),
             Case(
-                ('with a chat template, or "instruct" with rows of a prompt and its completion',),
+                ('with a chat template, or set data.format to "instruct" and give each row',),
                 lambda: encode(None),
                 lambda: encode() and instruct(None, prompt="p "),
             ),

@@ -118,7 +118,7 @@ class _RefuseLossGradient:
             f"{_name(self.parameter())} is read by the loss itself (a penalty on weights?) while it"
             " is a shard, so the loss would give it the gradient of this rank only; read it after"
             " the model was called (below ZeRO stage 3 it is unsharded then), use the optimizer's"
-            " weight_decay for a penalty on squares, or use ZeRO stage 0 in the model's own dtype"
+            " weight_decay for an L2 penalty, or use ZeRO stage 0 in the model's own dtype"
         )
 
 

@@ -131,8 +131,9 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
     names = mesh.mesh_dim_names
     if names is None or any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
-            f"a DTensor with the placements {tensor.placements} is a partial sum, or its mesh has"
-            " no names"
+            f"a DTensor with the placements {tensor.placements} cannot be saved, because it is a"
+            " partial sum or its device mesh has no names of dimensions; redistribute a partial"
+            " sum, or create the mesh with mesh_dim_names"
         )
     record = TensorRecord(
         dtype=dtype,

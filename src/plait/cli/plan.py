@@ -229,8 +229,8 @@ def _check_out(file: Path | None, out: Path | None) -> None:
         if file is not None and file.exists() and out.samefile(file):
             is_input = ", is the file to plan for"
         raise InputError(
-            f"--out {out}: exists{is_input}, and is not an unchanged output of `plait plan`; use"
-            " another name, or delete it first"
+            f"--out {out}: exists{is_input}, and either was not written by `plait plan` or was"
+            " edited afterwards; use another name, or delete it first"
         )
 
 

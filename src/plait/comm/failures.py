@@ -277,9 +277,9 @@ class ComparedCollectives(TorchDispatchMode):
             self._store.wait([key], timedelta(seconds=timeout_of(world)))
         except dist.DistStoreError as error:
             raise CommunicationError(
-                f"{this_rank['call']} over {call.wait.axis}, number {call.wait.sequence}, at"
-                f" {this_rank['line']}: rank {call.wait.members[other]} has not started it"
-                " within the timeout; look for an error or a hang in the output of that rank."
+                f"rank {call.wait.members[other]} has not started collective {call.wait.sequence}"
+                f" over {call.wait.axis} ({this_rank['call']} at {this_rank['line']}) within the"
+                " timeout; look for an error or a hang in the output of that rank."
                 f" {WATCH.hang_cause}"
             ) from error
 

@@ -160,7 +160,7 @@ def _parse_pair(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         shown = ", ".join(map(repr, row)) or "none"
         raise InputError(
             f"{where}: an instruction has the strings prompt and completion, or instruction and"
-            f" output, but it has {shown}"
+            f" output, but this row has {shown}; rename the fields of the row"
         )
     _refuse_unread(row, read, where)
 
@@ -215,7 +215,8 @@ def encoder(
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise InputError(
             f'data.format = "chat": {name} has no chat template; set data.tokenizer to a tokenizer'
-            ' with a chat template, or "instruct" with rows of a prompt and its completion'
+            ' with a chat template, or set data.format to "instruct" and give each row a prompt and'
+            " its completion"
         )
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(

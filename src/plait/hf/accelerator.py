@@ -415,8 +415,8 @@ class RanksAccelerator(accelerate.Accelerator):
         if len({shape[1:] for shape in shapes}) > 1:
             raise InputError(
                 "accelerator.gather: the tensors of the data-parallel ranks have the shapes"
-                f" {_listed(shapes)}, but only their first dimension may differ; call"
-                " accelerator.pad_across_processes(tensor, dim=1) before, with each dimension that"
+                f" {_listed(shapes)}, but only their first dimension may differ; first call"
+                " accelerator.pad_across_processes(tensor, dim=d) for every other dimension d that"
                 " differs"
             )
         rows = [shape[0] for shape in shapes]

@@ -231,9 +231,9 @@ def refuse_empty_files(folder: Path, adapters: Sequence[str] = ()) -> None:
         path.unlink()
     if empty:
         raise CheckpointError(
-            f"{empty[0]} was written without a tensor, and has been removed: the model that is"
-            " saved has no weights that its format stores; save the model that was trained, or"
-            " merge its adapters and assign the result to trainer.model"
+            f"{empty[0]} contained no tensors and was removed: the model that is saved has no"
+            " weights that are stored in this format; save the model that was trained, or merge its"
+            " adapters and assign the result to trainer.model"
         )
 
 

@@ -108,7 +108,7 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         if self.gradient_accumulation_steps != self._steps:
             raise InputError(
                 f"accelerate launch set {self.gradient_accumulation_steps} accumulation steps, but"
-                f" the script has {self._steps}; write gradient_accumulation_steps= in Accelerator"
+                f" the script has {self._steps}; pass gradient_accumulation_steps= to Accelerator"
             )
 
     def _resolve(self, *, micro: int, hidden_size: int | None) -> Any:

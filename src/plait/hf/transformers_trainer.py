@@ -48,8 +48,8 @@ def require_supported_trainer() -> None:
     """
     if not has_supported_trainer():
         raise InputError(
-            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, and Plait"
-            f" overrides methods of the Trainer as {OLDEST_TRAINER} and newer have them; run pip"
+            f"plait.hf.Trainer: Transformers {version('transformers')} is installed, but Plait"
+            f" overrides methods of the Trainer that exist in {OLDEST_TRAINER} and newer; run pip"
             f" install 'transformers>={OLDEST_TRAINER}', or train with plait.initialize"
         )
 

@@ -547,7 +547,7 @@ def place_model(
         f"the model does not fit: at tp = {closest.tp}, pp = {closest.pp} a device would hold"
         f" {format_bytes(closest.weight_bytes)} of weights and {format_bytes(closest.cache_bytes)}"
         f" of keys and values, but {format_bytes(available)} of its {format_bytes(device_bytes)}"
-        f" may be used (1 x {devices} devices); use more devices, fewer tokens or"
+        f" may be used (1 machine x {devices} devices); use more devices, fewer tokens or"
         " requests at once, or a dtype with fewer bytes"
     )
 

@@ -293,10 +293,10 @@ def refuse_quantised_folder(config: Any, name: object) -> None:
     if method is not None:
         raise InputError(
             f"--model {name}: its weights are quantised ({method}), but this command only reads"
-            " weights that are not quantised. In Python, on one "
-            f"device: plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}),"
-            ' {"train_micro_batch_size_per_gpu": 1}), '
-            "prompts); or pass the folder with the weights before quantisation"
+            " weights that are not quantised; pass the folder with the weights before quantisation,"
+            " or generate in Python on one device:"
+            f" plait.generate(plait.parallelize(plait.from_pretrained({str(name)!r}),"
+            ' {"train_micro_batch_size_per_gpu": 1}), prompts)'
         )
 
 

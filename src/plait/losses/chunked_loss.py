@@ -355,7 +355,8 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
     if name is None:
         raise ModelError(
             f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer for"
-            " its logits; add a method get_output_embeddings that returns it, or set it to 0"
+            " its logits; add a method get_output_embeddings that returns that layer, or set"
+            " parallel.loss_chunk_tokens to 0"
         )
 
     def run(model: nn.Module, batch: Any) -> Any:
@@ -465,9 +466,9 @@ class _LogitsRecorder(TorchFunctionMode):
             or not all(_is_constant(operand) for operand in operands)
         ):
             raise ModelError(
-                f"{self.subject} does `{name}` to its logits, and with a loss in chunks they are"
-                " never allocated in full: elementwise changes with constants (a scale, a soft"
-                " cap, a cast) are supported; use 0"
+                f"{self.subject} does `{name}` to its logits, but a loss in chunks never allocates"
+                " them in full, and supports only elementwise changes with constants (a scale, a"
+                " soft cap, a cast); use 0"
             )
 
         def change(logits: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,8 @@ def refuse_adapted_parameters(model: nn.Module) -> None:
     for name, wrapper in adapted_parameters(model).items():
         raise ModelError(
             f"parallel.tp: {name} has an adapter on its parameter {wrapper.parameter_name}"
-            " (target_parameters), but only LoRA on linear layers is split; use parallel.tp = 1,"
-            " with ZeRO, a pipeline or parallel.ep"
+            " (target_parameters), but only LoRA on linear layers is split; use parallel.tp = 1"
+            " (ZeRO, a pipeline and parallel.ep are supported)"
         )
 
 
@@ -94,7 +94,7 @@ def refuse_prompts(model: nn.Module, axis: str, kinds: Collection[str] | None = 
             continue
         raise ModelError(
             f"{axis}: the adapter {name} is of type {kind}, whose learned tokens precede the"
-            f" sequence, and {reason}; use {axis} = 1, with ZeRO or a pipeline"
+            f" sequence, and {reason}; use {axis} = 1 (ZeRO and a pipeline are supported)"
         )
 
 
@@ -248,8 +248,8 @@ def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str
     if style == "vocab_head":
         raise ModelError(
             f"parallel.tp: {name} has an adapter, and its output is split over the vocabulary for"
-            " the loss, while the adapter's output is not; leave it out of the adapter's target"
-            f" modules, train it in full (modules_to_save), or {_REMEDY}"
+            " the loss, while the adapter's output is not; leave the layer out of the adapter's"
+            f" target modules, train the layer in full (modules_to_save), or {_REMEDY}"
         )
     if style not in ("colwise", "rowwise"):
         raise ModelError(

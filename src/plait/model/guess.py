@@ -127,9 +127,9 @@ def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[StyleRule, ...
     if not styles:
         where = f"{blocks[0]} to {blocks[-1]}" if blocks else "the model"
         raise ModelError(
-            f"no plan is known for {type(model).__name__}, and in {where} there is no nn.Linear"
-            " that is known to be called as a module; set parallel.plan as {pattern: style}, or"
-            " use parallel.tp = 1"
+            f"no plan is known for {type(model).__name__}, and none can be derived, because no"
+            f" nn.Linear that is called as a module (and not only read for its weight) was found in"
+            f" {where}; set parallel.plan as {{pattern: style}}, or use parallel.tp = 1"
         )
     return _as_patterns(model, styles | boundary)
 

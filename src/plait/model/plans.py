@@ -189,7 +189,8 @@ def _plan_without_adapters(
         raise ModelError(
             f"parallel.tp: {name} is trained in full (modules_to_save), which is supported for a"
             " head and an embedding only, because other layers compute with a part of their input;"
-            " leave it out of modules_to_save (target_modules adapts it), or use parallel.tp = 1"
+            " move it from modules_to_save to target_modules (which adapts it), or use parallel.tp"
+            " = 1"
         )
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)

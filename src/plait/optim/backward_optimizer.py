@@ -41,7 +41,8 @@ class BackwardOptimizer(StepHook):
             raise ModelError(
                 f"parallel.optimizer_in_backward: {type(optimizer).__name__} reads more than one"
                 " element of a parameter at a time, and is not tested in the middle of a backward;"
-                " use AdamW or another elementwise optimizer of torch, or false"
+                " use AdamW or another elementwise optimizer of torch, or set"
+                " parallel.optimizer_in_backward to false"
             )
         self.optimizer = optimizer
         self.inspectors: list[Callable[[nn.Parameter], None]] = []
@@ -60,7 +61,8 @@ class BackwardOptimizer(StepHook):
         if lost == "step" and self.take_norms():
             raise PlaitError(
                 "parallel.optimizer_in_backward: the step failed after some parameters were"
-                " updated; load a checkpoint, or use false"
+                " updated; load a checkpoint, or start again with"
+                " parallel.optimizer_in_backward = false"
             )
 
     def release(self) -> None:
@@ -80,7 +82,8 @@ class BackwardOptimizer(StepHook):
             raise ModelError(
                 "parallel.optimizer_in_backward: the gradient of a parameter of shape"
                 f" {tuple(parameter.shape)} came in two parts, of which the first has been applied"
-                " already; call backward() once before step(), or use false"
+                " already; call backward() once before step(), or set"
+                " parallel.optimizer_in_backward to false"
             )
         for look in self.inspectors:
             look(parameter)

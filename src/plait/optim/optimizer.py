@@ -145,7 +145,7 @@ def _build(kind: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
             Problem(
                 "optimizer.type",
                 kind.__name__,
-                "its step calls a function that computes the loss again, but a training step has"
+                "its step requires a closure that computes the loss again, but a training step has"
                 " none to pass",
                 "use an optimizer that needs one gradient per step, such as AdamW",
             )

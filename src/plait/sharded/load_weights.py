@@ -296,7 +296,7 @@ def _refuse_unequal(tied: list[str], files: dict[str, Path]) -> None:
         are_equal = _are_equal.__wrapped__ if is_new else _are_equal
         if not are_equal(paths[0], tied[0], paths[1], other, versions):
             raise CheckpointError(
-                f"{paths[1]}: {tied[0]} and {other} are one parameter by config.json, and have two"
+                f"{paths[1]}: {tied[0]} and {other} are tied by config.json, but have different"
                 ' values in the files; set "tie_word_embeddings": false in config.json, as'
                 " Transformers does when it loads such a folder"
             )

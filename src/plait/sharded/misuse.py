@@ -54,8 +54,8 @@ def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
         if is_scripted and (is_split or is_copied) and any(True for _ in module.parameters()):
             raise ModelError(
                 f"`{name}` is a module of torch.jit, whose parameters cannot become shards or"
-                " copies; pass the module that was scripted, or use ZeRO stage 0 in the model's"
-                " own dtype, without tensor and pipeline parallelism"
+                " copies; pass the nn.Module from which it was made, or use ZeRO stage 0 in the"
+                " model's own dtype, without tensor and pipeline parallelism"
             )
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -143,8 +143,8 @@ def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> C
             if is_forward:
                 raise InputError(
                     f"{name} computes with parameters of a block that are shards, because the"
-                    " block's own forward does not run; call the block itself instead of its"
-                    " forward(), its modules or its parameters, list the called modules in"
+                    " block's own forward does not run; call the block itself (not its forward(),"
+                    " its modules or its parameters), list the modules that are called in"
                     " parallel.blocks, or use ZeRO stage 0"
                 ) from error
             raise InputError(
@@ -313,7 +313,7 @@ def checked_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer
                 )
     if needs_closure(type(optimizer)):
         raise InputError(
-            f"{type(optimizer).__name__}.step calls a function that computes the loss again, and"
+            f"{type(optimizer).__name__}.step requires a closure that computes the loss again, and"
             " engine.step has none to pass; use an optimizer that needs one gradient per step"
             " (AdamW)"
         )

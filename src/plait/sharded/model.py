@@ -593,8 +593,7 @@ def refuse_taken(model: nn.Module) -> None:
             f"the model was already sharded by Plait (ZeRO stage {owner.parts.zero_stage},"
             f" parallel.pp {layout.pp},"
             f" parallel.tp {layout.tp}), and its parameters are shards now; build it again (under"
-            " torch.device('meta'), at no cost) and load its checkpoint, or use the engine"
-            " that it has"
+            " torch.device('meta'), at no cost) and load its checkpoint, or use its existing engine"
         )
     if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
         raise ModelError(

@@ -165,9 +165,9 @@ def _refuse_pickle(self: Any, protocol: Any) -> Any:
     raise InputError(
         f"{type(self).__name__.removeprefix('FSDP')} cannot be pickled (by torch.save(model), for"
         " example): it was split or wrapped for its layout, and this process may have only a part"
-        " of the weights; save the tensors of plait.iterate_weights(engine.sharded), or of the"
-        " result of plait.parallelize, which every process calls, or a checkpoint"
-        " (engine.save_checkpoint(folder), trainer.save_model(folder))"
+        " of the weights; save a checkpoint (engine.save_checkpoint(folder),"
+        " trainer.save_model(folder)), or call plait.iterate_weights(engine.sharded) on every"
+        " process and save its tensors (without an engine, pass the result of plait.parallelize)"
     )
 
 
@@ -229,8 +229,8 @@ def _refuse_resize(
         return type(self).resize_token_embeddings(self)
     raise InputError(
         f"{type(self).__name__}.resize_token_embeddings({new_num_tokens}): each process holds a"
-        " part of the embedding, and the optimizer its states; load the model, resize it, and then"
-        " train it or pass it to plait.initialize"
+        " part of the embedding, and the optimizer holds states of the old shape; load the model,"
+        " resize it, and then train it or pass it to plait.initialize"
     )
 
 

@@ -111,7 +111,7 @@ def build_model(
                 None,
                 f"a {config.model_type} with this configuration lets tokens attend to the later"
                 " tokens that it is trained to predict",
-                "set is_decoder to true where the architecture has it, choose a causal one, or"
+                "set is_decoder to true where the architecture has it, choose a causal model, or"
                 " train it with plait.hf.Trainer",
             )
         )

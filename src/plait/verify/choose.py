@@ -133,7 +133,8 @@ def _read_fields(source: str, option: str) -> shrink.Fields:
     except Exception as error:
         # The hub, the network and each configuration class raise exceptions of their own.
         raise InputError(
-            f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})"
+            f"{option} = {source!r}: Transformers cannot read it ({first_line(error)}); name a"
+            " folder that save_pretrained wrote"
         ) from error
     read: shrink.Fields = config.to_dict()
     check_sizes(read, f"{option} {source}: ")
@@ -285,7 +286,7 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
         raise InputError(
             f"--model {path}: the module has no embedding, so it is not a language model; return"
             " (module, loss, micro_batch), where micro_batch(samples, generator) creates a"
-            " micro-batch, and loss is as plait.initialize takes it"
+            " micro-batch, and loss is a loss_fn of plait.initialize"
         )
     return {
         "vocabulary": embeddings[0],

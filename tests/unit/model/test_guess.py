@@ -251,6 +251,6 @@ def test_a_vocabulary_with_two_possible_embeddings_is_not_split():
 def test_layers_that_torch_computes_without_modules_are_refused():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32)
     model = nn.ModuleDict({"layers": nn.ModuleList([layer, copy.deepcopy(layer)])})
-    message = r"no plan is known for ModuleDict, and in layers.0 to layers.1 there is no nn.Linear"
+    message = r"no plan is known for ModuleDict, .* was found in layers.0 to layers.1;"
     with pytest.raises(ModelError, match=message):
         make_plan(model, tp=2, blocks=("layers.0", "layers.1"))

@@ -292,7 +292,7 @@ def _device_count(
     if per_node is None:
         raise InputError(
             f"--nnodes {nnodes}: the number of GPUs per machine is not known; add --nproc-per-node,"
-            " or --gpu for the usual number of that GPU"
+            " or add --gpu to use the number that machines with that GPU usually have"
         )
     if world_size is not None and world_size != nnodes * per_node:
         raise InputError(

@@ -177,7 +177,7 @@ class SharedMemoryGroup:
             raise CommunicationError(
                 f"{operation} over {self.label}: {this_rank} waited {waited:.0f} s for {names},"
                 " which is running but has not started this call; find out where it hangs, or set"
-                " faults.check_collectives = true to find different collectives"
+                " faults.check_collectives = true to see whether ranks issue different collectives"
             )
         return missing
 

@@ -147,9 +147,9 @@ class CheckpointMethods:
         if not load_module_strict or custom_load_fn is not None:
             raise InputError(
                 "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint"
-                " must match the model exactly; leave both arguments out, or load the checkpoint"
-                " with plait.load_trained into a model that has its parameter names, rename the"
-                " weights, and pass them to engine.load_state_dict"
+                " must match the model exactly; leave both arguments out. If the names differ, load"
+                " the checkpoint with plait.load_trained into a model that has its names, rename"
+                " those weights, and pass them to engine.load_state_dict"
             )
         if not load_module_only and load_optimizer_states != load_lr_scheduler_states:
             raise InputError(

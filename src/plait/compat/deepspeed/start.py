@@ -304,7 +304,7 @@ def _micro_batch_loss(model: PipelineModule) -> Callable[[Any, Any], tuple[torch
     loss_fn = model.loss_fn
     if loss_fn is None:
         raise InputError(
-            "deepspeed.initialize: the PipelineModule has no loss; pass it loss_fn=, a function of"
-            " (output, labels)"
+            "deepspeed.initialize: the PipelineModule has no loss; pass loss_fn=, a function of"
+            " (output, labels), to the PipelineModule"
         )
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)

@@ -350,10 +350,10 @@ def _refuse_other_than_right_padding(
     if not isinstance(mask, torch.Tensor) or mask.shape != (rows, length):
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise InputError(
-            f"parallel.cp: attention_mask has the shape {shape}, but it must be [{rows}, {length}]"
-            " because sequences are split over ranks: 1 for tokens and 0 for padding on the right;"
-            " for several documents per row leave it out, and start position_ids at 0 in each"
-            " document"
+            f"parallel.cp: attention_mask has the shape {shape}, but sequences that are split over"
+            f" ranks require [{rows}, {length}], with 1 for tokens and 0 for padding on the right;"
+            " pass a mask of that shape, or, if a row contains several documents, pass no mask and"
+            " start position_ids at 0 in each document"
         )
     mask = mask.bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):

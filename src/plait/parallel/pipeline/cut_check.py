@@ -280,7 +280,7 @@ def _loss_of_copy(
         raise ModelError(
             "parallel.pp: the loss cannot be computed from only the model's output and the batch"
             f" ({type(error).__name__}: {error}), and every stage has only the attributes of its"
-            " blocks; pass the values that the loss reads from block to block and to the model's"
+            " blocks; return the values that the loss needs from every block and in the model's"
             " output, or use parallel.pp = 1"
         ) from error
     finally:

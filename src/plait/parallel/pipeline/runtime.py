@@ -430,11 +430,11 @@ class _ScheduleRun:
         # NaN that arrived, such as those of diverged weights, are not unknown values.
         if all(bool(torch.isfinite(tensor.detach()).all()) for tensor in received):
             raise ModelError(
-                f"parallel.pp: stage {stage.index} computes NaN. Either the model uses a value that"
-                f" is computed before {stage.blocks[0]} and does not pass through the chain of"
-                " blocks (a skip connection, or an embedding read again), so it cannot be cut, or"
-                " no target of the micro-batch counts in its loss (labels that are all -100); use"
-                " parallel.pp = 1, or leave such samples out"
+                f"parallel.pp: stage {stage.index} computes NaN. Either the model cannot be cut,"
+                f" because it uses a value that is computed before {stage.blocks[0]} and does not"
+                " pass through the chain of blocks (a skip connection, or an embedding read again):"
+                " use parallel.pp = 1. Or no target of the micro-batch counts in its loss (labels"
+                " that are all -100): leave such samples out"
             )
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
@@ -469,10 +469,11 @@ class _ScheduleRun:
                 self.runtime.messenger.send_object(boundary, to=to)
         elif not known.allows(boundary):
             raise ModelError(
-                f"parallel.pp: stage {action.stage} sent {known.summary()} for a batch of these"
-                f" shapes before, and now {boundary.summary()}: what the model passes between"
-                " blocks depends on more than the batch's shapes and the values that are read"
-                " outside its blocks; pad every batch to one length, or use parallel.pp = 1"
+                f"parallel.pp: stage {action.stage} sent {known.summary()} for an earlier batch of"
+                f" these shapes, but {boundary.summary()} for this one: the tensors that the model"
+                " passes between blocks depend on more than the batch's shapes and the values that"
+                " are read outside its blocks; pad every batch to one length, or use parallel.pp ="
+                " 1"
             )
         self._send(message, tensors)
         return tensors

@@ -575,10 +575,10 @@ def _cache_layers(staged: StagedModel, stage: int) -> list[int]:
         block_layers = {index for index in indices if isinstance(index, int)}
         if not block_layers:
             raise ModelError(
-                f"parallel.pp: {name} does not say which layer of a cache is its own (`layer_idx`"
-                " of its attention), so its stage cannot keep keys and values; use no cache:"
-                ' use_cache=False, or "use_cache": false in the generation_config.json of its'
-                " folder; or use parallel.pp = 1 (--pp 1)"
+                f"parallel.pp: {name} does not record the index of its layer in the KV cache"
+                " (`layer_idx` of its attention), so its stage cannot keep keys and values; turn"
+                ' the cache off (use_cache=False, or "use_cache": false in the'
+                " generation_config.json of the model's folder), or use parallel.pp = 1 (--pp 1)"
             )
         stage_layers |= block_layers
     return sorted(stage_layers)

@@ -415,7 +415,8 @@ def _refuse_packed_documents(*, caches: bool, family: str) -> None:
         raise InputError(
             "parallel.cp: position_ids restart within a row. Transformers treats this as several"
             " documents only if it creates no KV cache, but model.config.use_cache = True creates"
-            " one; set it to False with every layout, so that no document attends to another"
+            " one, so that a document would attend to others; set model.config.use_cache = False,"
+            " also in runs without context parallelism"
         )
     if family in WITHOUT_DOCUMENTS:
         raise InputError(

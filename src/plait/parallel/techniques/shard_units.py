@@ -127,7 +127,8 @@ def _refuse_unshardable(parts: Parts, *, is_pipeline: bool) -> None:
             raise ModelError(
                 f"{first_name} and {name} are one parameter in two units ({first_block} and"
                 f" {block}), which cannot be sharded separately; use ZeRO stage 0, or put both"
-                " modules into one module whose forward runs both, and name it in parallel.blocks"
+                " modules into one module whose forward runs both and name that module in"
+                " parallel.blocks"
             )
 
 
@@ -143,7 +144,7 @@ def _refuse_scalar(name: str, parts: Parts, *, is_pipeline: bool) -> None:
         raise ModelError(
             f"{name} is a 0-dimensional parameter, which cannot be sharded, and a pipeline supports"
             " it only if all parameters are replicated; make it 1-dimensional (shape [1]), or use"
-            " ZeRO stage 0 with neither bf16, fp16 nor offloading"
+            " ZeRO stage 0 without bf16, fp16 and offloading"
         )
 
 
@@ -162,10 +163,11 @@ def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
             first_name, dtype = first.setdefault(unit, (name, parameter.dtype))
             if dtype != parameter.dtype:
                 raise ModelError(
-                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} {dtype_name(dtype)},"
-                    " but parameters that are sharded together"
+                    f"{name} is {dtype_name(parameter.dtype)} and {first_name} is"
+                    f" {dtype_name(dtype)}, but parameters that are sharded together"
                     f" ({unit or 'all outside the blocks'}) must have one dtype; convert one of"
-                    " them, name modules of one dtype each in parallel.blocks, or use ZeRO stage 0"
+                    " them, list modules with parameters of only one dtype in parallel.blocks, or"
+                    " use ZeRO stage 0"
                 )
 
 

@@ -127,8 +127,8 @@ def _check_first(
             raise ModelError(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization,"
                 " weight_norm, spectral_norm or pruning was applied after tensor parallelism had"
-                " split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out,"
-                " and call plait.initialize after the parametrization"
+                " split it); apply this change before plait.initialize, and either set a"
+                " parallel.plan that leaves the layer out or use parallel.tp = 1"
             )
         return forward(*args, **kwargs)
 

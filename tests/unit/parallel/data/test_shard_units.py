@@ -68,7 +68,7 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 def test_several_dtypes_in_a_unit_are_refused():
     message = (
-        r"^layers.0.phase is complex64 and layers.0.weight float32, .*\(layers.0\).*ZeRO stage 0"
+        r"^layers.0.phase is complex64 and layers.0.weight is float32, .*\(layers.0\).*ZeRO stage 0"
     )
     with pytest.raises(ModelError, match=message):
         refuse_several_dtypes(ComplexModel(), BLOCKS)
@@ -98,7 +98,7 @@ def test_an_optimizer_of_several_passes_is_refused(is_built):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters()) if is_built else torch.optim.LBFGS
     config = {"train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(InputError, match=r"LBFGS.step calls a function.*AdamW"):
+    with pytest.raises(InputError, match=r"LBFGS.step requires a closure.*AdamW"):
         plait.initialize(model, config, optimizer=optimizer, loss_fn=plait.causal_lm_loss)
 
 
