@@ -127,12 +127,12 @@ def without_name(name: str) -> str:
     >>> without_name("torchtitan + torchao, torch.compile")
     'unknown, compile'
     """
-    words = ["unknown"]
+    terms = ["unknown"]
     for pattern in _table()["kernels"]:
         match = re.search(pattern, name.lower())
         if match:
-            words.append(match[0])
-    return ", ".join(words)
+            terms.append(match[0])
+    return ", ".join(terms)
 
 
 def _with_kernels_of_all(base: Priors) -> Priors:
