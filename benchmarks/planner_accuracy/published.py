@@ -35,11 +35,11 @@ def rows() -> list[dict[str, Any]]:
         row = run["row"]
         if isinstance(row, str):
             row = table[row]
-        compared.append(_compare(run, row))
+        compared.append(compare(run, row))
     return compared
 
 
-def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
+def compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
     gpus = int(row["gpus_total"])
     batch = int(row["global_batch"])
     sequence = int(row["seq_len"])
@@ -50,7 +50,7 @@ def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
     # No constant was learned from the sources of other rows.
     evaluation = left_out([row], calibrated=False) if row.get("id") else evaluate([row])
     (predicted,) = evaluation.predictions
-    layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
+    layout = Layouts.of([read_runs([row]).variants[0].layout]).as_dict(0)
     precision = "fp16" if row["precision"] == "fp16" else "bf16"
     request = Request(model, cluster(run["gpu"], gpus), batch, sequence, precision)
     (theirs,) = price(request, [layout])
