@@ -91,7 +91,9 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
     ids = random_ids(tokens, seed=2)
-    ours = {kind: plait_step(model(), ids, {"cp": RANKS, "context": kind}) for kind in KINDS}
+    ours = {}
+    for kind in KINDS:
+        ours[kind] = plait_step(model(), ids, {"cp": RANKS, "context": kind})
     return {"torch by hand": by_hand(rank, ids), **ours}
 
 

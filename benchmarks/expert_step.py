@@ -89,13 +89,14 @@ def routed(
 
 def by_hand(rank: int, ids: torch.Tensor) -> Step:
     mixtral = model()
-    layers = [layer.mlp.experts for layer in mixtral.model.layers]
-    for module in layers:
+    split = set()
+    for layer in mixtral.model.layers:
+        module = layer.mlp.experts
         for name, parameter in list(module.named_parameters()):
             local = parameter.detach()[rank * LOCAL : (rank + 1) * LOCAL].clone()
             setattr(module, name, nn.Parameter(local))
         module.forward = partial(routed, module)
-    split = {parameter for module in layers for parameter in module.parameters()}
+        split |= set(module.parameters())
     shared = [parameter for parameter in mixtral.parameters() if parameter not in split]
     optimizer = torch.optim.AdamW(mixtral.parameters(), lr=1e-3, weight_decay=0.0)
     targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
@@ -121,7 +122,9 @@ def by_hand(rank: int, ids: torch.Tensor) -> Step:
 
 def steps(rank: int, tokens: int) -> dict[str, Step]:
     ids = random_ids(tokens, seed=2 + rank)
-    ours = {f"plait, {kind}": plait_step(model(kind), ids, {"ep": RANKS}) for kind in KINDS}
+    ours = {}
+    for kind in KINDS:
+        ours[f"plait, {kind}"] = plait_step(model(kind), ids, {"ep": RANKS})
     return {"torch by hand": by_hand(rank, ids), **ours}
 
 

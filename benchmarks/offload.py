@@ -32,10 +32,12 @@ Step = Callable[[], object]
 def parameters(count: int) -> nn.ParameterList:
     """Return `count` numbers in equal tensors, with gradients."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, count // TENSORS, generator=generator) for _ in range(TENSORS)]
-    module = nn.ParameterList(nn.Parameter(numbers.clone()) for numbers, _ in tensors)
-    for parameter, (_, gradient) in zip(module, tensors, strict=True):
+    module = nn.ParameterList()
+    for _ in range(TENSORS):
+        numbers, gradient = torch.randn(2, count // TENSORS, generator=generator)
+        parameter = nn.Parameter(numbers.clone())
         parameter.grad = gradient.clone()
+        module.append(parameter)
     return module
 
 

@@ -9,7 +9,7 @@ one process with one thread. Imports are measured separately.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.common.command import command
@@ -17,7 +17,7 @@ from benchmarks.common.report import store
 
 ROUNDS = 3
 AIMS = {"closed form": 2.0, "five best": 2.0, "25 best": 30.0}
-BATCHES = ((2048, 8192), (16384, 8192), (128, 131072))
+BATCHES: Sequence[tuple[int, int]] = ((2048, 8192), (16384, 8192), (128, 131072))
 """Samples per step and tokens per sample."""
 
 
@@ -37,17 +37,26 @@ def main() -> None:
     def closed_form(request: Request) -> object:
         return estimate_space(request, space_of(request), calibration)
 
+    batches = BATCHES
+    names = list(AIMS)
+    best = 25
+    rounds = ROUNDS
+    if quick:
+        batches = BATCHES[:1]
+        names = names[:1]
+        best = 5
+        rounds = 1
     rows = []
-    for batch, sequence in BATCHES[:1] if quick else BATCHES:
+    for batch, sequence in batches:
         request = Request(find_model("llama-3-405b"), cluster("h100", 16384), batch, sequence)
-        layouts = plan(request, best=5 if quick else 25).candidates  # also fills caches
+        layouts = plan(request, best=best).candidates  # also fills caches
         cases: dict[str, Callable[[], object]] = {
             "closed form": partial(closed_form, request),
             "five best": partial(plan, request),
             "25 best": partial(plan, request, best=25),
         }
-        for name in list(cases)[:1] if quick else cases:
-            wall, processor = _medians(cases[name], 1 if quick else ROUNDS)
+        for name in names:
+            wall, processor = _medians(cases[name], rounds)
             row = {"batch": batch, "sequence": sequence, "layouts": layouts, "what": name}
             times = {"wall_seconds": wall, "processor_seconds": processor, "aim": AIMS[name]}
             rows.append(row | times)

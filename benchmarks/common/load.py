@@ -25,8 +25,11 @@ def busy_seconds() -> float:
 
 def own_seconds(pids: Iterable[int]) -> float:
     """Return the processor seconds that these processes have used, with all threads."""
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(entry.user + entry.system for entry in times)
+    seconds = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        seconds += times.user + times.system
+    return seconds
 
 
 @dataclass

@@ -83,16 +83,22 @@ def dumps(value: Any, depth: int = 0) -> str:
     if not isinstance(value, (dict, list, tuple)) or depth + len(line) <= WIDTH:
         return line
     entries = []
-    for key in value if isinstance(value, dict) else range(len(value)):
-        name = f"{json.dumps(str(key))}: " if isinstance(value, dict) else ""
-        entries.append(f"{' ' * (depth + 1)}{name}{dumps(value[key], depth + 1)}")
-    lines = ",\n".join(entries)
-    return f"{line[0]}\n{lines}\n{' ' * depth}{line[-1]}"
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            entries.append(f"{json.dumps(str(key))}: {dumps(entry, depth + 1)}")
+    else:
+        for entry in value:
+            entries.append(dumps(entry, depth + 1))
+    indent = "\n" + " " * (depth + 1)
+    lines = f",{indent}".join(entries)
+    return f"{line[0]}{indent}{lines}\n{' ' * depth}{line[-1]}"
 
 
 def read(path: Path, default: Any = None) -> Any:
     """Return the value of a result file, or `default` if the file does not exist."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else default
+    if not path.exists():
+        return default
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write(path: Path, value: Any, digits: int = 5) -> None:
@@ -117,20 +123,23 @@ def markdown(header: Sequence[str], rows: Rows, *, right: Collection[int] | None
     """
     columns = range(1, len(header)) if right is None else right
     rules = ["---" + ":" * (index in columns) for index in range(len(header))]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [f"|{'|'.join(rules)}|", *(f"| {' | '.join(row)} |" for row in escaped)]
-    return "\n".join([f"| {' | '.join(header)} |", *lines]) + "\n"
+    lines = [f"| {' | '.join(header)} |", f"|{'|'.join(rules)}|"]
+    for row in rows:
+        escaped = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines) + "\n"
 
 
 def aligned(header: Sequence[str], rows: Rows) -> str:
     """Return a table for a terminal: padded columns, the first aligned left, the others right."""
-    table = [tuple(header), *map(tuple, rows)]
+    table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table.insert(1, tuple("-" * width for width in widths))
+    table.insert(1, ["-" * width for width in widths])
     lines = []
-    for first, *others in table:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    for row in table:
+        cells = list(map(str.rjust, row, widths))
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells))
     return "\n".join(lines)
 
 

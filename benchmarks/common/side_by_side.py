@@ -2,9 +2,11 @@
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -80,9 +82,8 @@ def _work(
         baseline = next(iter(times.values()))
         results = {}
         for engine, seconds in times.items():
-            ratios = [ours / theirs for ours, theirs in zip(seconds, baseline, strict=True)]
             milliseconds = round(1e3 * statistics.median(seconds), 1)
-            ratio = round(statistics.median(ratios), 3)
+            ratio = round(float(np.median(np.divide(seconds, baseline))), 3)
             results[engine] = {"milliseconds": milliseconds, "ratio": ratio}
             print(f"{engine:18s} {results[engine]}")
         if not quick:
@@ -94,7 +95,7 @@ def _work(
 
 def _time(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     """Return seconds per round. Raises ValueError if losses differ."""
-    times: dict[str, list[float]] = {engine: [] for engine in steps}
+    times: dict[str, list[float]] = defaultdict(list)
     for index in range(rounds + 1):
         losses = {}
         for engine, step in steps.items():

@@ -97,9 +97,9 @@ class WorkerGroup:
 
     def _collect(self, kind: str, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self.pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        answers: list[Any] = [None] * len(self.pipes)
+        while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = list(waiting.values())
@@ -108,7 +108,7 @@ class WorkerGroup:
             for pipe in self.pipes:
                 if pipe not in ready:
                     continue
-                rank = waiting[pipe]
+                rank = waiting.pop(pipe)
                 try:
                     status, value = pipe.recv()
                 except EOFError:
@@ -116,7 +116,7 @@ class WorkerGroup:
                 if status != kind:
                     raise self._error(f"rank {rank} failed\n{value}", rank)
                 answers[rank] = value
-        return [answers[rank] for rank in range(len(self.pipes))]
+        return answers
 
     def _error(self, problem: str, rank: int) -> WorkerGroupError:
         with suppress(OSError):

@@ -77,9 +77,11 @@ def engines(folder: Path, disk: Path, budget: int) -> tuple[dict[str, Row], floa
     """Return the runs of all engines, and Transformers' time divided by Plait's in memory."""
     theirs = []
     ours = []
+    ratios = []
     for _ in range(TURNS):
         theirs.append(run(folder, "transformers"))
         ours.append(run(folder, "plait"))
+        ratios.append(theirs[-1]["seconds"] / ours[-1]["seconds"])
     cold = {"drop": True, "rounds": 2}
     # A disk that others use has another rate at another time.
     from_disk = [run(folder, "plait", budget=budget, **cold) for _ in range(TURNS)]
@@ -93,8 +95,7 @@ def engines(folder: Path, disk: Path, budget: int) -> tuple[dict[str, Row], floa
     }
     if find_spec("deepspeed") is not None:
         rows["DeepSpeed ZeRO-Inference, host memory"] = run(folder, "deepspeed")
-    pairs = zip(theirs, ours, strict=True)
-    return rows, median(their["seconds"] / our["seconds"] for their, our in pairs)
+    return rows, median(ratios)
 
 
 def overlap(folder: Path, budget: int) -> dict[str, Row]:
@@ -138,21 +139,30 @@ def main() -> int:
         deep = Path(place) / "deep"
         deep_size = make_model(deep, DEEP_LAYERS)
         budgets = {}
+        peaks = []
         for share in BUDGETS:
             within = round(deep_size * share)
-            budgets[within] = run(deep, "plait", budget=within, rounds=1)
+            row = run(deep, "plait", budget=within, rounds=1)
+            budgets[str(within)] = row
+            peaks.append(row["peak_bytes"] / within)
         unlimited = run(deep, "plait", rounds=1)
-    groups = (list(rows.values()), [unlimited, *budgets.values()])
-    same = all(len({str(row.pop("tokens")) for row in group}) == 1 for group in groups)
+    same = True
+    for group in (rows.values(), [unlimited, *budgets.values()]):
+        answers = {str(row.pop("tokens")) for row in group}
+        same = same and len(answers) == 1
 
-    seconds = {name: row["seconds"] for name, row in rows.items()}
-    disk_ratio = seconds["accelerate, from disk"] / seconds["Plait, from disk"]
-    host_ratio = seconds["accelerate, cpu_offload"] / seconds["Plait, files in the cache"]
+    def time_ratio(engine: str, divisor: str) -> float:
+        return float(rows[engine]["seconds"] / rows[divisor]["seconds"])
+
     ratios = {
         "in memory, Transformers' time over Plait's": in_memory,
-        "from disk, accelerate's time over Plait's": disk_ratio,
-        "host memory, accelerate's time over Plait's from the cache": host_ratio,
-        "highest peak over its budget": max(row["peak_bytes"] / n for n, row in budgets.items()),
+        "from disk, accelerate's time over Plait's": time_ratio(
+            "accelerate, from disk", "Plait, from disk"
+        ),
+        "host memory, accelerate's time over Plait's from the cache": time_ratio(
+            "accelerate, cpu_offload", "Plait, files in the cache"
+        ),
+        "highest peak over its budget": max(peaks),
     }
     for name, row in rows.items():
         rate = REQUESTS * TOKENS / row["seconds"]
@@ -174,7 +184,7 @@ def main() -> int:
         "overlap": overlaps,
         "ratios": ratios,
         "deep_weights_bytes": deep_size,
-        "budgets": {str(within): row for within, row in budgets.items()},
+        "budgets": budgets,
         "same_tokens": same,
     }
     store("inference", content, "torch", "transformers", "accelerate")

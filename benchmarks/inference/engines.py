@@ -57,11 +57,12 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 
 
 def drop_files(folders: list[Path]) -> None:
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        if path.suffix in (".safetensors", ".dat"):
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.suffix in (".safetensors", ".dat"):
+                file = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(file)
 
 
 def throttle(bytes_per_second: float) -> None:
@@ -172,7 +173,9 @@ def main() -> None:
         nonlocal peak
         peak = max(peak, memory_bytes())
 
-    folders = [Path(name) for name in (folder, options.get("disk")) if name]
+    folders = [folder]
+    if options.get("disk"):
+        folders.append(Path(options["disk"]))
     dropping = nullcontext
     if options.get("drop"):
         dropping = partial(every, 0.05, lambda: drop_files(folders))

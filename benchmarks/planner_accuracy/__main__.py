@@ -14,8 +14,9 @@ from benchmarks.common.command import command
 from benchmarks.planner_accuracy import published, recorded
 from benchmarks.planner_accuracy.held_out import left_out, with_widths_of_others
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
-from benchmarks.planner_accuracy.predict import fit_of, summary
+from benchmarks.planner_accuracy.predict import Prediction, fit_of, summary
 from benchmarks.planner_accuracy.report import PAGE, markdown
+from benchmarks.planner_accuracy.runs import Row
 from benchmarks.planner_accuracy.unseen import interval_coverage
 
 PLANNER_DATA = Path(__file__).parents[2] / "src/plait/planner/data"
@@ -37,28 +38,36 @@ def main() -> None:
 
     runs = rows_of("runs")
     tables = {
-        "runs": [row for row in runs if row["tier"] == "A"],
+        "runs": _tier_a(runs),
         "sweep": rows_of("sweeps"),
         "out of memory": [row for row in rows_of("oom") if row["status"] == "OOM"],
     }
     result: dict[str, Any] = {}
     for name, calibrated in (("left out", False), ("12 rows", True)):
-        parts = {table: left_out(rows, calibrated=calibrated) for table, rows in tables.items()}
-        result[name] = {table: summary(part) for table, part in parts.items()}
-        result[name]["fit"] = fit_of([p for part in parts.values() for p in part.predictions])
+        result[name] = {}
+        predictions: list[Prediction] = []
+        for table, rows in tables.items():
+            evaluation = left_out(rows, calibrated=calibrated)
+            result[name][table] = summary(evaluation)
+            predictions += evaluation.predictions
+        result[name]["fit"] = fit_of(predictions)
     experts = [row for row in runs if row["moe"]]
     result["experts"] = summary(left_out(experts, calibrated=False))
     result["not named"] = summary(left_out(tables["runs"], calibrated=False, named=False))
     result["published"] = published.rows()
     result["again"] = {}
     for number in "2345":
-        rows = [row for row in rows_of(f"unseen_{number}") if row["tier"] == "A"]
+        rows = _tier_a(rows_of(f"unseen_{number}"))
         result["again"][number] = summary(left_out(rows, calibrated=False))
     coverage = json.dumps(interval_coverage(recorded.scores()), indent=1)
     UNSEEN.write_text(coverage + "\n", encoding="utf-8")
     recorded.store(result)
     PAGE.write_text(markdown(recorded.load()), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
+
+
+def _tier_a(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["tier"] == "A"]
 
 
 if __name__ == "__main__":

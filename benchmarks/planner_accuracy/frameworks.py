@@ -114,10 +114,11 @@ def open_kernels() -> frozenset[str]:
     They are those of unknown frameworks, and of those with models and kernels of the user, because
     what one source measured says little about the next.
     """
-    entries = _table()["frameworks"].items()
-    return frozenset(
-        f"stack.{name}" for name, entry in entries if name in UNKNOWN or entry.get("own_models")
-    )
+    kernels = set()
+    for name, entry in _table()["frameworks"].items():
+        if name in UNKNOWN or entry.get("own_models"):
+            kernels.add(f"stack.{name}")
+    return frozenset(kernels)
 
 
 def without_name(name: str) -> str:
@@ -126,8 +127,12 @@ def without_name(name: str) -> str:
     >>> without_name("torchtitan + torchao, torch.compile")
     'unknown, compile'
     """
-    matches = [re.search(pattern, name.lower()) for pattern in _table()["kernels"]]
-    return ", ".join(["unknown", *(match[0] for match in matches if match)])
+    terms = ["unknown"]
+    for pattern in _table()["kernels"]:
+        match = re.search(pattern, name.lower())
+        if match:
+            terms.append(match[0])
+    return ", ".join(terms)
 
 
 def _with_kernels_of_all(base: Priors) -> Priors:

@@ -43,7 +43,10 @@ _FAMILIES = (
 
 
 def _family(source: str) -> tuple[str, ...]:
-    return next((names for names in _FAMILIES if source in names), (source,))
+    for names in _FAMILIES:
+        if source in names:
+            return names
+    return (source,)
 
 
 @cache
@@ -58,8 +61,8 @@ def learned_without(sources: tuple[str, ...]) -> Priors:
 
 def with_widths_of_others(priors: Priors, *, without: tuple[str, ...] = ()) -> Priors:
     """Return `priors` with the widths that the other sources need, each held out."""
-    families = sorted({_family(source_of(row)) for row in _scored()})
-    return scaled(priors, scales_of(_residuals(names) for names in families if names != without))
+    families = {_family(source_of(row)) for row in _scored()} - {without}
+    return scaled(priors, scales_of(map(_residuals, sorted(families))))
 
 
 @cache
@@ -71,22 +74,27 @@ def _scored() -> tuple[Row, ...]:
 
 @cache
 def _residuals(sources: tuple[str, ...]) -> Residuals:
-    rows = [row for row in _scored() if source_of(row) in sources]
-    return residuals(rows, _medians_without(sources))
+    return residuals(_rows_from(sources, _scored()), _medians_without(sources))
+
+
+def _rows_from(sources: tuple[str, ...], rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if source_of(row) in sources]
 
 
 @cache
 def _medians_without(sources: tuple[str, ...]) -> Priors:
     rows = rows_of("runs", "sweeps")
     learned = _from_all()
-    if any(source_of(row) in sources for row in rows):
+    if _rows_from(sources, rows):
         learned = learn(rows, without=sources, near=learned)
     rows += rows_of("unseen_2", "unseen_3")
-    variants = read_runs([row for row in rows if source_of(row) in sources]).variants
-    kernels = {f"stack.{variant.framework.name}" for variant in variants}
     believed = datasheet_priors().constants
-    unlearned = {name: believed[name] for name in kernels & believed.keys()}
-    return replace(learned, constants={**learned.constants, **unlearned})
+    constants = dict(learned.constants)
+    for variant in read_runs(_rows_from(sources, rows)).variants:
+        kernels = f"stack.{variant.framework.name}"
+        if kernels in believed:
+            constants[kernels] = believed[kernels]
+    return replace(learned, constants=constants)
 
 
 @cache
@@ -104,21 +112,23 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
     """
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
-    indices: dict[str, list[int]] = defaultdict(list)
+    by_source: dict[str, list[Row]] = defaultdict(list)
+    index_of: dict[int, int] = {}
     for index, row in enumerate(rows):
-        indices[source_of(row)].append(index)
-    for source, members in indices.items():
+        framework = row["framework"] if named else without_name(row["framework"])
+        predicted_row = {**row, "framework": framework}
+        by_source[source_of(row)].append(predicted_row)
+        # The rows of the calibration are not among those of an evaluation.
+        index_of[id(predicted_row)] = index
+    for source, members in by_source.items():
         priors = learned_without(_family(source))
-        of_source = [rows[index] for index in members]
-        if not named:
-            of_source = [{**r, "framework": without_name(r["framework"])} for r in of_source]
-        selected = first_rows(of_source, priors) if calibrated else []
-        evaluation = evaluate(of_source, calibrate=selected, priors=priors)
-        # The rows of the calibration are not among those of the evaluation.
-        index_of = {id(row): index for row, index in zip(of_source, members, strict=True)}
-        places = [index_of[id(row)] for row in evaluation.rows]
-        predictions += [replace(p, row=places[p.row]) for p in evaluation.predictions]
-        reasons |= {places[row]: reason for row, reason in evaluation.reasons.items()}
+        selected = first_rows(members, priors) if calibrated else []
+        evaluation = evaluate(members, calibrate=selected, priors=priors)
+        for prediction in evaluation.predictions:
+            index = index_of[id(evaluation.rows[prediction.row])]
+            predictions.append(replace(prediction, row=index))
+        for row_index, reason in evaluation.reasons.items():
+            reasons[index_of[id(evaluation.rows[row_index])]] = reason
     predictions.sort(key=lambda prediction: prediction.row)
     return Evaluation(tuple(rows), tuple(predictions), reasons)
 

@@ -25,6 +25,7 @@ from benchmarks.planner_accuracy.predict import source_of
 from benchmarks.planner_accuracy.runs import (
     Row,
     choose,
+    job_of,
     measured_bytes,
     measured_seconds,
     read_runs,
@@ -71,24 +72,29 @@ def learn(
     lessons = [row for row in rows if _is_lesson(row) and source_of(row) not in without]
     base = datasheet_priors()
     runs = read_runs(lessons)
-    assert runs.job is not None
     chosen = choose(runs, fitting.uncalibrated(base))
-    seconds = {row: measured_seconds(lessons[row]) for row in chosen}
-    peaks = {row: measured_bytes(lessons[row]) for row in chosen}
-    timed = [row for row in chosen if seconds[row]]
-    sized = [
-        row for row in chosen if peaks[row] and source_of(lessons[row]) not in _UNTRUSTED_MEMORY
-    ]
-    time_job = runs.job.take(np.array([chosen[row] for row in timed]))
-    memory_job = runs.job.take(np.array([chosen[row] for row in sized]))
-    values, kinds = zip(*(peaks[row] or (0.0, "") for row in sized), strict=True)
+    seconds: dict[int, float] = {}
+    peaks: dict[int, tuple[float, str]] = {}
+    for row in chosen:
+        duration = measured_seconds(lessons[row])
+        if duration:
+            seconds[row] = duration
+        peak = measured_bytes(lessons[row])
+        if peak and source_of(lessons[row]) not in _UNTRUSTED_MEMORY:
+            peaks[row] = peak
+    time_job = job_of(runs, chosen, seconds)
+    memory_job = job_of(runs, chosen, peaks)
+    peak_bytes, kinds = zip(*peaks.values(), strict=True)
 
     def fit(
-        what: str, indices: list[int], predict: Any, measured: Any, names: Sequence[str]
+        what: str, indices: Iterable[int], predict: Any, measured: Any, names: Sequence[str]
     ) -> fitting.Fit:
-        sources = [source_of(lessons[row]) for row in indices]
-        devices = [lessons[row]["gpu"] for row in indices]
-        groups = [f"{source} {gpu}" for source, gpu in zip(sources, devices, strict=True)]
+        sources = []
+        groups = []
+        for row in indices:
+            source = source_of(lessons[row])
+            sources.append(source)
+            groups.append(f"{source} {lessons[row]['gpu']}")
         return grouped_fit(
             predict,
             np.log(np.array(measured, dtype=float)),
@@ -103,9 +109,9 @@ def learn(
 
     names = [name for name in fitting.relevant(base.time_names, time_job) if name != "overall"]
     predict = fitting.time_of(time_job)
-    time = fit("time", timed, predict, [seconds[row] for row in timed], names)
+    time = fit("time", seconds, predict, list(seconds.values()), names)
     predict = fitting.memory_of(memory_job, kinds)
-    memory = fit("memory", sized, predict, values, fitting.MEMORY_NAMES)
+    memory = fit("memory", peaks, predict, peak_bytes, fitting.MEMORY_NAMES)
     learned = {}
     for name, constant in base.constants.items():
         learned[name] = constant
@@ -145,12 +151,11 @@ def source_weight(rows: int) -> float:
 def write(learned: Priors, path: Path) -> None:
     """Write the constants for the planner, and the speeds of other frameworks to `STACKS`."""
     shipped = constants.datasheet_priors().constants
-    values = {
-        name: [float(f"{constant.median:.4g}"), round(constant.width, 4)]
-        for name, constant in learned.constants.items()
-    }
-    of_planner = {name: value for name, value in values.items() if name in shipped}
-    of_others = {name: value for name, value in values.items() if name not in shipped}
+    of_planner = {}
+    of_others = {}
+    for name, constant in learned.constants.items():
+        constants_of_file = of_planner if name in shipped else of_others
+        constants_of_file[name] = [float(f"{constant.median:.4g}"), round(constant.width, 4)]
     spreads = {"time_spread": learned.time_spread, "memory_spread": learned.memory_spread}
     _write(path, {**spreads, "constants": of_planner})
     _write(STACKS, {"constants": of_others})

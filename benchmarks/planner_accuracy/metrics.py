@@ -113,6 +113,12 @@ def confusion(fits: NDArray[np.bool_], ran: NDArray[np.bool_]) -> Confusion:
         false_fits,
         succeeded,
         false_alarms,
-        false_fits / failed if failed else None,
-        false_alarms / succeeded if succeeded else None,
+        _share(false_fits, failed),
+        _share(false_alarms, succeeded),
     )
+
+
+def _share(count: int, total: int) -> float | None:
+    if total == 0:
+        return None
+    return count / total

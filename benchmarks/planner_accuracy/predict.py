@@ -5,7 +5,7 @@ device and framework, and are not predicted. Rows that cannot be priced are list
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import erf, sqrt
 from typing import Any
@@ -89,8 +89,12 @@ class Evaluation:
 
 def source_of(row: Row) -> str:
     """Return the source of a row: the prefix of its id, or its `source`."""
-    name = (row.get("id") or "").rsplit("-", 1)[0]
+    name = _id_of(row).rsplit("-", 1)[0]
     return name or (row.get("source") or "unknown")
+
+
+def _id_of(row: Row) -> str:
+    return row.get("id") or ""
 
 
 def stack_of(variant: Variant) -> tuple[str, str]:
@@ -109,17 +113,16 @@ def evaluate(
         priors: Constants. Default: those that ship, and those of the table of frameworks.
     """
     priors = priors or fitted_priors()
-    used = {row["id"] for row in calibrate if row.get("id")}
-    rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
+    used = set(filter(None, map(_id_of, calibrate)))
+    rows = tuple(row for row in rows if _id_of(row) not in used)
     runs = read_runs(rows)
     rows_of_stack: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in calibrate:
         for variant in read_runs([row]).variants[:1]:
             rows_of_stack[stack_of(variant)].append(row)
-    calibrations = {
-        stack: calibrate_on(read_runs(group), priors=priors)
-        for stack, group in rows_of_stack.items()
-    }
+    calibrations = {}
+    for stack, group in rows_of_stack.items():
+        calibrations[stack] = calibrate_on(read_runs(group), priors=priors)
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
     for index, variant in enumerate(runs.variants):
         stack = stack_of(variant)
@@ -141,11 +144,15 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
     job = candidates.job.take(np.array(list(chosen.values())))
     result = estimate(job, merged_rates(calibration))
     count = len(chosen)
-    measured = [measured_bytes(runs.rows[row]) or (None, "total") for row in chosen]
-    kinds = [kind for _, kind in measured]
-    open_spread = np.array(
-        [_OPEN_SPREAD * min(len(variants[index].assumed), 2) for index in chosen.values()]
-    )
+    peaks: list[float | None] = []
+    kinds: list[str] = []
+    questions: list[int] = []
+    for row_index, variant_index in chosen.items():
+        peak, kind = measured_bytes(runs.rows[row_index]) or (None, "total")
+        peaks.append(peak)
+        kinds.append(kind)
+        questions.append(len(variants[variant_index].assumed))
+    open_spread = _OPEN_SPREAD * np.minimum(questions, 2)
 
     def spread(predict: Callable[[Any], Array], fitted: Fit) -> Array:
         return np.sqrt(deviation(predict, fitted, job) ** 2 + open_spread**2)
@@ -154,14 +161,13 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
     memory_margin = np.exp(NINETY * spread(memory_of(job, kinds), calibration.memory))
     total_spread = spread(memory_of(job, ["total"] * count), calibration.memory)
     seconds = column(result.seconds, count)
-    memory = {
-        kind: column(getattr(result.memory, kind), count)
-        for kind in ("allocated", "reserved", "total")
-    }
+    memory = {}
+    for kind in ("allocated", "reserved", "total"):
+        memory[kind] = column(getattr(result.memory, kind), count)
     room = column(job.device.memory_bytes, count)
     margins = (np.log(room) - np.log(memory["total"])) / total_spread
-    terms = {name: column(values, count) for name, values in result.step.terms.items()}
-    memory_terms = {name: column(values, count) for name, values in result.memory.terms.items()}
+    terms = _by_row(result.step.terms, count)
+    memory_terms = _by_row(result.memory.terms, count)
     experts = np.asarray(job.model.experts)
 
     predictions = []
@@ -183,25 +189,33 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration) -
                 memory_low=float(memory_bytes / memory_margin[index]),
                 memory_high=float(memory_bytes * memory_margin[index]),
                 fit_probability=0.5 * (1 + erf(margins[index] / sqrt(2))),
-                terms={name: float(values[index]) for name, values in terms.items()},
-                memory_terms={name: float(values[index]) for name, values in memory_terms.items()},
+                terms=terms[index],
+                memory_terms=memory_terms[index],
                 experts=bool(experts[index] > 0),
                 measured_seconds=measured_seconds(row),
-                measured_bytes=measured[index][0],
+                measured_bytes=peaks[index],
                 status=(row.get("status") or "ok").strip(),
             )
         )
     return predictions
 
 
+def _by_row(terms: Mapping[str, Any], count: int) -> list[dict[str, float]]:
+    table = np.stack([column(values, count) for values in terms.values()], axis=1)
+    return [dict(zip(terms, row, strict=True)) for row in table.tolist()]
+
+
 def summary(evaluation: Evaluation) -> dict[str, Any]:
     """Return errors of time and memory by source, GPU and framework, ranking, fit, and reasons."""
     predictions = evaluation.predictions
+    by_experts: dict[bool, list[Prediction]] = {False: [], True: []}
+    for prediction in predictions:
+        by_experts[prediction.experts].append(prediction)
     ranked = ranking(_competing(evaluation))
     return {
-        "time": _errors([p for p in predictions if not p.experts], interval_of_time),
-        "time_experts": _errors([p for p in predictions if p.experts], interval_of_time),
-        "memory": _errors([p for p in predictions if _ran(p)], _interval_of_memory),
+        "time": _errors(by_experts[False], interval_of_time),
+        "time_experts": _errors(by_experts[True], interval_of_time),
+        "memory": _errors(filter(_ran, predictions), _interval_of_memory),
         "ranking": asdict(ranked) if ranked else None,
         "fit": fit_of(predictions),
         "not_priced": dict(Counter(evaluation.reasons.values()).most_common()),
@@ -214,9 +228,13 @@ def _ran(prediction: Prediction) -> bool:
 
 def fit_of(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Count fit and no fit of rows that ran or ran out of memory. Crashes may have other causes."""
-    certain = [p for p in predictions if p.status in ("OOM", "ok")]
-    fits = np.array([p.fit_probability >= LIKELY for p in certain], dtype=bool)
-    return asdict(confusion(fits, np.array([p.status == "ok" for p in certain], dtype=bool)))
+    fits = []
+    ran = []
+    for prediction in predictions:
+        if prediction.status in ("OOM", "ok"):
+            fits.append(prediction.fit_probability >= LIKELY)
+            ran.append(prediction.status == "ok")
+    return asdict(confusion(np.array(fits, dtype=bool), np.array(ran, dtype=bool)))
 
 
 def interval_of_time(p: Prediction) -> Interval | None:
@@ -232,23 +250,24 @@ def _interval_of_memory(p: Prediction) -> Interval | None:
 
 
 def _errors(
-    predictions: Sequence[Prediction], values: Callable[[Prediction], Interval | None]
+    predictions: Iterable[Prediction], values: Callable[[Prediction], Interval | None]
 ) -> dict[str, Any]:
-    groups: dict[str, dict[str, list[Interval]]] = {
-        key: defaultdict(list) for key in ("all", "source", "gpu", "framework")
-    }
+    groups: dict[str, dict[str, list[Interval]]] = {}
+    for key in ("all", "source", "gpu", "framework"):
+        groups[key] = defaultdict(list)
     for prediction in predictions:
         interval = values(prediction)
         if interval is not None:
-            for key, group in groups.items():
-                group["all" if key == "all" else getattr(prediction, key)].append(interval)
-    return {
-        key: {
-            name: asdict(errors(*(np.array(numbers) for numbers in zip(*rows, strict=True))))
-            for name, rows in sorted(group.items())
-        }
-        for key, group in groups.items()
-    }
+            groups["all"]["all"].append(interval)
+            groups["source"][prediction.source].append(interval)
+            groups["gpu"][prediction.gpu].append(interval)
+            groups["framework"][prediction.framework].append(interval)
+    tables: dict[str, Any] = {}
+    for key, group in groups.items():
+        tables[key] = {}
+        for name, intervals in sorted(group.items()):
+            tables[key][name] = asdict(errors(*np.array(intervals).T))
+    return tables
 
 
 def _competing(evaluation: Evaluation) -> list[tuple[Array, Array]]:
@@ -259,5 +278,8 @@ def _competing(evaluation: Evaluation) -> list[tuple[Array, Array]]:
             row = evaluation.rows[p.row]
             key = (p.source, *(row.get(name) or "" for name in _SAME))
             groups[key].append((p.seconds, p.measured_seconds))
-    arrays = (np.array(pairs).T for pairs in groups.values())
-    return [(predicted, measured) for predicted, measured in arrays]
+    competing = []
+    for pairs in groups.values():
+        predicted, measured = np.array(pairs).T
+        competing.append((predicted, measured))
+    return competing

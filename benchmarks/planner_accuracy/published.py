@@ -35,12 +35,14 @@ def rows() -> list[dict[str, Any]]:
         row = run["row"]
         if isinstance(row, str):
             row = table[row]
-        compared.append(_compare(run, row))
+        compared.append(compare(run, row))
     return compared
 
 
-def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
-    gpus, batch, sequence = (int(row[name]) for name in ("gpus_total", "global_batch", "seq_len"))
+def compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
+    gpus = int(row["gpus_total"])
+    batch = int(row["global_batch"])
+    sequence = int(row["seq_len"])
     model = find_model(run["model"], sequence=sequence)
     if run.get("tflops"):
         flops = float(model.architecture.model_flops(sequence)) * batch * sequence
@@ -48,7 +50,7 @@ def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
     # No constant was learned from the sources of other rows.
     evaluation = left_out([row], calibrated=False) if row.get("id") else evaluate([row])
     (predicted,) = evaluation.predictions
-    layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
+    layout = Layouts.of([read_runs([row]).variants[0].layout]).as_dict(0)
     precision = "fp16" if row["precision"] == "fp16" else "bf16"
     request = Request(model, cluster(run["gpu"], gpus), batch, sequence, precision)
     (theirs,) = price(request, [layout])
@@ -56,10 +58,14 @@ def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
 
     # The terms that make the slower layout slower, if they are at least a quarter of the largest.
     sign = float(np.sign(theirs.seconds - ours.seconds))
-    saved = {name: (theirs.terms[name] - ours.terms[name]) * sign for name in STEP_TERMS}
-    largest = max(saved.values())
-    terms = [name for name in STEP_TERMS if saved[name] > 0 and saved[name] >= largest / 4]
-    terms.sort(key=lambda name: -saved[name])
+    differences = {name: theirs.terms[name] - ours.terms[name] for name in STEP_TERMS}
+    names = sorted(STEP_TERMS, key=lambda name: -differences[name] * sign)
+    largest = differences[names[0]] * sign
+    reasons = {}
+    for name in names[:3]:
+        saved = differences[name] * sign
+        if saved > 0 and saved >= largest / 4:
+            reasons[STEP_TERMS[name]] = differences[name]
 
     measured = predicted.measured_seconds
     is_inside = None
@@ -82,5 +88,5 @@ def _compare(run: dict[str, Any], row: Row) -> dict[str, Any]:
         "theirs_seconds": theirs.seconds,
         "theirs_gib": theirs.needed_bytes / GIB,
         "theirs_fits": theirs.fit_probability,
-        "reasons": {STEP_TERMS[name]: saved[name] * sign for name in terms[:3]},
+        "reasons": reasons,
     }

@@ -48,10 +48,10 @@ def store(result: dict[str, Any]) -> None:
         }
     stored["experts"] = _select(result["experts"], "time_experts", "not_priced")
     stored["not named"] = {"time": _select(result["not named"]["time"], "all", "source")}
-    stored["again"] = {
-        number: {key: _select(tables[key], "all") for key in ("time", "memory")}
-        for number, tables in result["again"].items()
-    }
+    stored["again"] = {}
+    for number, tables in result["again"].items():
+        time = _select(tables["time"], "all")
+        stored["again"][number] = {"time": time, "memory": _select(tables["memory"], "all")}
     write(_path("calibrated"), _packed(stored.pop("12 rows")), DIGITS)
     write(_path("accuracy"), _packed(stored), DIGITS)
     write(_path("published"), result["published"], DIGITS)
@@ -63,9 +63,9 @@ def packed_score(score: dict[str, Any]) -> dict[str, Any]:
     for tier, entry in score.items():
         if not isinstance(entry, dict):
             continue
-        packed[tier] = {
-            key: value if key == "fit" else _select(value, "all") for key, value in entry.items()
-        }
+        packed[tier] = dict(entry)
+        for key in entry.keys() - {"fit"}:
+            packed[tier][key] = _select(entry[key], "all")
         if tier == "tier A":
             packed[tier]["time"] = _select(entry["time"], "all", "source")
     return rounded(_packed(packed), DIGITS)

@@ -1,6 +1,9 @@
 """The sections of docs/explanation/planner_accuracy.md."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.common.report import ROOT, with_sections
@@ -16,7 +19,7 @@ _SCORED = (
     *(("time", "tier A"), ("time", "tier B"), ("time", "tier A, framework not named")),
     *(("time_experts", "tier A"), ("memory", "tier A")),
 )
-_FIT = ("out_of_memory", "called_fits", "ran", "called_out_of_memory")
+_counts_of_fit = itemgetter("out_of_memory", "called_fits", "ran", "called_out_of_memory")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -27,7 +30,7 @@ def markdown(result: dict[str, Any]) -> str:
     sections = {
         "left out": _errors(result["left out"]),
         "not named": _table(
-            {key: unnamed[key] for key in ("all", "source")},
+            {"all": unnamed["all"], "source": unnamed["source"]},
             "Step time, runs of tier A, the framework not named",
         ),
         "12 rows": _errors(result["12 rows"]),
@@ -44,7 +47,7 @@ def _errors(part: dict[str, Any]) -> str:
     runs = part["runs"]
     sweep = part["sweep"]
     fit = part["fit"]
-    failed, called, ran, alarms = (fit[key] for key in _FIT)
+    failed, called, ran, alarms = _counts_of_fit(fit)
     fit_text = (
         f"### Fit and no fit\n\nOf {failed} rows that ran out of memory {called} were predicted to "
         f"fit ({fit['false_fits']:.1%});\nof {ran} rows that ran {alarms} were predicted not to "
@@ -63,17 +66,20 @@ def _errors(part: dict[str, Any]) -> str:
 
 
 def _table(tables: dict[str, Any], title: str) -> str:
-    rows = [
-        (group, name, *_shares(row), f"{row['interval_score']:.2f}")
-        for group, entries in tables.items()
-        for name, row in entries.items()
-    ]
+    rows = []
+    for group, entries in tables.items():
+        for name, row in entries.items():
+            rows.append((group, name, *_shares(row), f"{row['interval_score']:.2f}"))
     table = markdown_table(("", "", *_SHARE_TITLES, "interval score"), rows, right=())
     return f"### {title}\n\n{table}"
 
 
 def _shares(row: dict[str, Any]) -> list[str]:
-    return [str(row["rows"]), *(f"{row[key]:.1%}" for key in _SHARES)]
+    return [str(row["rows"]), *_percentages(row, _SHARES)]
+
+
+def _percentages(row: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    return [f"{row[key]:.1%}" for key in keys]
 
 
 def _ranking(part: dict[str, Any]) -> str:
@@ -83,8 +89,7 @@ def _ranking(part: dict[str, Any]) -> str:
     for table in ("runs", "sweep"):
         row = part[table]["ranking"]
         if row:
-            keys = ("top3_within_5_percent", "mean_regret_1", "mean_regret_3")
-            shares = (f"{row[key]:.1%}" for key in keys)
+            shares = _percentages(row, ("top3_within_5_percent", "mean_regret_1", "mean_regret_3"))
             rows.append((table, str(row["groups"]), *shares, f"{row['spearman']:.2f}"))
     title = "### Ranking of layouts that differ in nothing else"
     return f"{title}\n\n{markdown_table(header, rows, right=())}"
@@ -92,13 +97,16 @@ def _ranking(part: dict[str, Any]) -> str:
 
 def _published(rows: list[dict[str, Any]]) -> str:
     """Return the layouts that experts trained with, compared with the plan."""
-    timed = [row["inside"] for row in rows if row["inside"] is not None]
-    text = f"{sum(timed)} of {len(timed)} published times lie in the interval.\n\n"
+    inside = Counter(map(itemgetter("inside"), rows))
+    timed = inside[True] + inside[False]
+    text = f"{inside[True]} of {timed} published times lie in the interval.\n\n"
     header = "model|GPUs|tokens|published layout|measured|predicted (90 %)|inside|plan|plan's"
     header += "|theirs in Plait|reasons|source"
     cells = []
     for row in rows:
-        fits = "" if row["theirs_fits"] >= 0.5 else f", needs {row['theirs_gib']:.0f} GiB"
+        needs = ""
+        if row["theirs_fits"] < 0.5:
+            needs = f", needs {row['theirs_gib']:.0f} GiB"
         measured = row["measured_seconds"]
         reasons = (f"{name} ({seconds:+.3g} s)" for name, seconds in row["reasons"].items())
         interval = f"({row['low_90']:.3g} to {row['high_90']:.3g})"
@@ -112,7 +120,7 @@ def _published(rows: list[dict[str, Any]]) -> str:
             {True: "yes", False: "**no**", None: ""}[row["inside"]],
             row["plan"],
             f"{row['plan_seconds']:.3g} s",
-            f"{row['theirs_seconds']:.3g} s{fits}",
+            f"{row['theirs_seconds']:.3g} s{needs}",
             ", ".join(reasons),
             row["source"],
         ])  # fmt: skip
@@ -122,21 +130,25 @@ def _published(rows: list[dict[str, Any]]) -> str:
 def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> str:
     """Return the score of each set of unseen rows, and that of later sets `again` today."""
     rows = []
+
+    def add(label: str, key: str, tier: str, tables: dict[str, Any]) -> None:
+        errors = tables["all"].get("all")
+        if errors:
+            rows.append((label, f"{_TITLES[key]}, {tier}", *_shares(errors)))
+
     for number, score in enumerate(scores, 1):
-        entries = [
-            (f"{number}, {score['commit']}", key, tier, score[tier][key]) for key, tier in _SCORED
-        ]
-        today = again.get(str(number), {})
-        entries += [(f"{number}, today", key, "tier A", tables) for key, tables in today.items()]
-        for label, key, tier, tables in entries:
-            errors = tables["all"].get("all")
-            if errors:
-                rows.append((label, f"{_TITLES[key]}, {tier}", *_shares(errors)))
+        for key, tier in _SCORED:
+            add(f"{number}, {score['commit']}", key, tier, score[tier][key])
+        for key, tables in again.get(str(number), {}).items():
+            add(f"{number}, today", key, "tier A", tables)
     table = markdown_table(("set, commit", "rows of", *_SHARE_TITLES), rows, right=())
-    last = [score["tier A"] for score in scores[-4:]]
-    sources = {name: row for score in last for name, row in score["time"]["source"].items()}
+    sources: dict[str, Any] = {}
+    fits = []
+    for score in scores[-4:]:
+        sources |= score["tier A"]["time"]["source"]
+        fits.append(_counts_of_fit(score["tier A"]["fit"]))
     by_source = _table({"source": sources}, "Step time by source, tier A of the last four sets")
-    failed, called, ran, alarms = (sum(score["fit"][key] for score in last) for key in _FIT)
+    failed, called, ran, alarms = map(sum, zip(*fits, strict=True))
     return (
         f"{table}\n{by_source}\nOf {failed} rows of tier A of these sets that ran out of memory "
         f"{called} were predicted to fit, and of {ran} that ran {alarms} were predicted not to "
@@ -148,10 +160,10 @@ def _constants() -> str:
     """Return the constants with their priors, and what the published runs changed."""
     priors = datasheet_priors().constants
     learned = fitted_priors().constants
-    shipped = [name for name in priors if not name.startswith("stack.") or name == "stack.plait"]
     rows = []
-    for name in shipped:
-        prior = priors[name]
+    for name, prior in priors.items():
+        if name.startswith("stack.") and name != "stack.plait":
+            continue
         bounds = f"{prior.least:g} to {prior.most:g}" if math.isfinite(prior.most) else "above 0"
         row = [name, prior.meaning, bounds]
         for constant in (prior, learned[name]):
@@ -159,7 +171,7 @@ def _constants() -> str:
         rows.append(row)
     header = ("constant", "meaning", "range", "prior", "width", "learned", "width")
     return (
-        f"{len(shipped)} constants ship, and {len(learned) - len(shipped)} speeds of other "
+        f"{len(rows)} constants ship, and {len(learned) - len(rows)} speeds of other "
         f"frameworks' kernels are kept with these tables, of which {len(open_kernels())} are not "
         "learned.\n\n"
         f"{markdown_table(header, rows, right=())}"

@@ -137,7 +137,10 @@ def variants_of(index: int, row: Row) -> list[Variant]:
 
 
 def _first_match(text: str, table: Sequence[tuple[str, Value]], default: Value) -> Value:
-    return next((value for pattern, value in table if re.search(pattern, text)), default)
+    for pattern, value in table:
+        if re.search(pattern, text):
+            return value
+    return default
 
 
 def _chunks(row: Row, pp: int, model: Architecture, micro_batches: float) -> list[int]:
@@ -147,7 +150,11 @@ def _chunks(row: Row, pp: int, model: Architecture, micro_batches: float) -> lis
     text = _text(row)
     if micro_batches < pp or ("1f1b" in text and "1f1b-i" not in text):
         return [1]
-    return [1, *(v for v in (2, 4) if model.layers // pp % v == 0 and model.layers % (pp * v) == 0)]
+    chunks = [1]
+    for count in (2, 4):
+        if model.layers // pp % count == 0 and model.layers % (pp * count) == 0:
+            chunks.append(count)
+    return chunks
 
 
 def _text(row: Row) -> str:
@@ -186,7 +193,9 @@ def number_of(row: Row, key: str) -> float | None:
         value = float(match[1].replace(",", "")) * 1024 ** len(match[2])
     except ValueError:  # several points: a version or a date
         return None
-    return value if 0 < value < 1e15 else None
+    if 0 < value < 1e15:
+        return value
+    return None
 
 
 def _is_true(row: Row, key: str) -> bool | None:
@@ -203,8 +212,12 @@ def model_of(row: Row) -> Architecture:
         )
     known = models.named(re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", name).strip())
     columns = {"layers": "n_layers", "hidden": "hidden", "heads": "n_heads"}
-    sizes = {key: count_of(row, column) for key, column in columns.items()}
-    missing = [key for key, value in sizes.items() if value is None]
+    sizes = {}
+    missing = []
+    for key, column in columns.items():
+        sizes[key] = count_of(row, column)
+        if sizes[key] is None:
+            missing.append(key)
     if missing:
         if known is None:
             raise NotPriced(
@@ -278,7 +291,9 @@ def device_of(row: Row) -> DeviceSpec:
     except InputError as error:
         raise NotPriced(str(error)) from None
     per_node = count_of(row, "gpus_per_node") or int(device.devices_per_node)
-    domain = max(device.domain, per_node) if device.domain > device.devices_per_node else per_node
+    domain = per_node
+    if device.domain > device.devices_per_node:
+        domain = max(device.domain, per_node)
     device = replace(device, devices_per_node=per_node, domain=domain)
     interconnect = row.get("interconnect") or ""
     nic = network_bandwidth(interconnect, per_node)
@@ -313,8 +328,9 @@ def precision_of(row: Row) -> tuple[str, str | None]:
     precision = _first_match(text, _PRECISIONS, "fp16" if is_v100 else "bf16")
     if precision == "fp32":
         return precision, "ddp-amp"
-    is_pure = "pure" in written or "pure bf16" in (row.get("notes") or "").lower()
-    return precision, "pure-16bit" if is_pure else None
+    if "pure" in written or "pure bf16" in (row.get("notes") or "").lower():
+        return precision, "pure-16bit"
+    return precision, None
 
 
 def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]:

@@ -5,7 +5,7 @@ variants, and the fastest that fits counts. `row` reads the columns of a row.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,17 @@ def read_runs(rows: Sequence[Row]) -> Runs:
             reasons[index] = str(reason)
     if not variants:
         return Runs(tuple(rows), (), None, reasons)
+
+    def values(field: str) -> list[Any]:
+        return [getattr(variant, field) for variant in variants]
+
     job = Job(
-        model=stack([variant.model for variant in variants]),
-        device=stack([variant.device for variant in variants]),
-        framework=stack([variant.framework for variant in variants]),
-        layouts=Layouts.of([variant.layout for variant in variants]),
-        sequence=np.array([variant.sequence for variant in variants]),
-        precision=np.array([variant.precision for variant in variants]),
+        model=stack(values("model")),
+        device=stack(values("device")),
+        framework=stack(values("framework")),
+        layouts=Layouts.of(values("layout")),
+        sequence=np.array(values("sequence")),
+        precision=np.array(values("precision")),
     )
     return Runs(tuple(rows), tuple(variants), job, reasons)
 
@@ -77,16 +81,28 @@ def choose(runs: Runs, calibration: Calibration) -> dict[int, int]:
     return dict(sorted(chosen.items()))
 
 
+def job_of(runs: Runs, chosen: Mapping[int, int], rows: Iterable[int]) -> Job:
+    """Return the variants that stand for these rows as one job."""
+    assert runs.job is not None
+    return runs.job.take(np.array([chosen[row] for row in rows]))
+
+
 def calibrate(runs: Runs, *, priors: Priors | None = None) -> Calibration:
     """Fit the constants to the rows that were measured. At least one of them must be priced."""
-    assert runs.job is not None
     chosen = choose(runs, uncalibrated(priors))
-    seconds = {row: measured_seconds(runs.rows[row]) for row in chosen}
-    peaks = {row: measured_bytes(runs.rows[row]) for row in chosen}
-    rows = [row for row in chosen if seconds[row] is not None or peaks[row] is not None]
-    job = runs.job.take(np.array([chosen[row] for row in rows]))
-    times = np.array([seconds[row] for row in rows], dtype=float)  # None becomes NaN
-    measured = MeasuredRuns(job, times, [peaks[row] for row in rows])
+    rows = []
+    times = []
+    peaks = []
+    for row in chosen:
+        seconds = measured_seconds(runs.rows[row])
+        peak = measured_bytes(runs.rows[row])
+        if seconds is not None or peak is not None:
+            rows.append(row)
+            times.append(seconds)
+            peaks.append(peak)
+    job = job_of(runs, chosen, rows)
+    # None becomes NaN.
+    measured = MeasuredRuns(job, np.array(times, dtype=float), peaks)
     return calibration_of.calibrate(measured, priors=priors)
 
 
@@ -95,9 +111,13 @@ def measured_seconds(row: Row) -> float | None:
     seconds = number_of(row, "step_time_s") or number_of(row, "derived_step_time_s")
     if seconds is not None:
         return seconds
-    keys = ("tokens_per_s_per_gpu", "global_batch", "seq_len", "gpus_total")
-    rate, batch, sequence, gpus = (number_of(row, key) for key in keys)
-    return batch * sequence / (rate * gpus) if rate and batch and sequence and gpus else None
+    rate = number_of(row, "tokens_per_s_per_gpu")
+    batch = number_of(row, "global_batch")
+    sequence = number_of(row, "seq_len")
+    gpus = number_of(row, "gpus_total")
+    if rate and batch and sequence and gpus:
+        return batch * sequence / (rate * gpus)
+    return None
 
 
 def measured_bytes(row: Row) -> tuple[float, str] | None:

@@ -23,11 +23,14 @@ KEYS = ("time", "time_experts", "memory", "fit")
 
 def score(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the errors of each tier, and of tier A without the names of frameworks."""
-    tiers = {f"tier {tier}": [row for row in rows if row["tier"] == tier] for tier in ("A", "B")}
-    tiers["tier A, framework not named"] = [
-        {**row, "framework": without_name(row["framework"])} for row in tiers["tier A"]
-    ]
-    scores: dict[str, Any] = {"rows": len(rows), "sources": len({source_of(row) for row in rows})}
+    tiers: dict[str, list[Row]] = {"tier A": [], "tier B": [], "tier A, framework not named": []}
+    for row in rows:
+        if row["tier"] in ("A", "B"):
+            tiers[f"tier {row['tier']}"].append(row)
+        if row["tier"] == "A":
+            unnamed = {**row, "framework": without_name(row["framework"])}
+            tiers["tier A, framework not named"].append(unnamed)
+    scores: dict[str, Any] = {"rows": len(rows), "sources": len(set(map(source_of, rows)))}
     for name, members in tiers.items():
         errors = summary(evaluate(members))
         scores[name] = {key: errors[key] for key in KEYS}
@@ -38,10 +41,14 @@ def interval_coverage(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of rows of tier A and the share in their intervals, for the planner."""
     coverage = {}
     for key in KEYS[:3]:
-        entries = [score["tier A"][key]["all"].get("all") for score in scores]
-        pairs = [(entry["rows"], entry["coverage"]) for entry in entries if entry]
-        rows = sum(count for count, _ in pairs)
-        coverage[key] = (rows, round(sum(count * share for count, share in pairs) / rows, 4))
+        rows = 0
+        covered = 0.0
+        for score in scores:
+            entry = score["tier A"][key]["all"].get("all")
+            if entry:
+                rows += entry["rows"]
+                covered += entry["rows"] * entry["coverage"]
+        coverage[key] = (rows, round(covered / rows, 4))
     return {
         "source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]",
         "held": coverage,

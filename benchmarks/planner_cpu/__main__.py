@@ -34,14 +34,25 @@ WAIT_SECONDS = 5.0
 
 def main() -> int:
     quick = command("planner_cpu", __doc__).parse_args().quick
-    cases = [case for case in CASES if not quick or case.name in QUICK]
+    cases = list(CASES)
+    rounds = ROUNDS
+    foreign_share = FOREIGN_SHARE
+    if quick:
+        cases = [case for case in CASES if case.name in QUICK]
+        rounds = 1
+        foreign_share = 1.0
     with tempfile.TemporaryDirectory() as logs:
-        seconds = _measure(cases, 1 if quick else ROUNDS, 1.0 if quick else FOREIGN_SHARE, logs)
-    disturbed = [name for name, values in seconds.items() if not values]
+        seconds = _measure(cases, rounds, foreign_share, logs)
+    medians = {}
+    disturbed = []
+    for name, values in seconds.items():
+        if values:
+            medians[name] = median(values)
+        else:
+            disturbed.append(name)
     if disturbed:
         say(f"no undisturbed turn of: {'; '.join(disturbed)}. Run it again on a quiet machine")
         return 1
-    medians = {name: median(values) for name, values in seconds.items()}
     facts_of_run = {"machine": facts("torch", "transformers"), "steps": STEPS}
     result = report.compare(cases, medians) | facts_of_run
     section = report.section(result)
@@ -56,8 +67,11 @@ def _measure(
     cases: list[Case], rounds: int, foreign_share: float, logs: str
 ) -> dict[str, list[float]]:
     """Return the seconds of the steps of all undisturbed turns, by the name of the layout."""
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
-    by_name = {case.name: case for case in cases}
+    seconds: dict[str, list[float]] = {}
+    by_name = {}
+    for case in cases:
+        seconds[case.name] = []
+        by_name[case.name] = case
     groups: dict[int, WorkerGroup] = {}
     try:
         for processes in sorted({case.processes for case in cases}):

@@ -53,8 +53,9 @@ def small_section(rows: list[dict[str, Any]]) -> str:
 
 def tried_section(rows: list[dict[str, Any]]) -> str:
     header = ("model", "cluster", "layout", "rank", "micro-batches run", "predicted GiB")
-    cells = [
-        [
+    cells = []
+    for row in rows:
+        cells.append([
             row["model"],
             f"{row['gpus']:,} {row['gpu']}",
             row["layout"],
@@ -64,9 +65,7 @@ def tried_section(rows: list[dict[str, Any]]) -> str:
             f"{row['dry_run'] / GIB:.2f}",
             f"{row['ratio']:.3f}",
             f"{row['seconds']:.0f}",
-        ]
-        for row in rows
-    ]
+        ])  # fmt: skip
     return markdown((*header, "dry run GiB", "ratio", "seconds"), cells, right=())
 
 

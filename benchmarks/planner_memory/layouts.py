@@ -110,13 +110,18 @@ class Compared:
 def compare(case: Case) -> list[Compared]:
     """Compare the only rank, or the first and the last of a pipeline."""
     name, changes, is_small = case
-    fields = MODELS[name] | ({"vocab_size": 512} if is_small else {})
+    fields = dict(MODELS[name])
+    if is_small:
+        fields["vocab_size"] = 512
     usual = {"pp": 1, "tp": 1, "shard": 1, "replicate": 1, "cp": 1, "steps": 1, "stage": 0}
     settings = usual | {"length": LENGTH, "sp": False, "chunk": 0} | changes
     pp = settings["pp"]
     dp = settings["shard"] * settings["replicate"]
     world = pp * settings["tp"] * settings["cp"] * dp
-    parallel: dict[str, Any] = {key: settings[key] for key in ("pp", "tp", "cp")} | {
+    parallel: dict[str, Any] = {
+        "pp": pp,
+        "tp": settings["tp"],
+        "cp": settings["cp"],
         "dp_shard": settings["shard"],
         "dp_replicate": settings["replicate"],
         "context": settings.get("context", "all-gather-kv"),
@@ -151,5 +156,8 @@ def compare(case: Case) -> list[Compared]:
 
 def describe(case: Case) -> str:
     name, changes, is_small = case
+    model = name
+    if is_small:
+        model = f"{name}, vocabulary 512"
     texts = (key if value is True else f"{key} {value}" for key, value in changes.items())
-    return f"{name}{', vocabulary 512' if is_small else ''}: {', '.join(texts)}"
+    return f"{model}: {', '.join(texts)}"

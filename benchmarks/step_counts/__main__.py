@@ -8,6 +8,7 @@ It writes `benchmarks/results/step_counts.json` and `docs/development/step_count
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from benchmarks.common.command import command
@@ -18,7 +19,7 @@ from tests.simulated_device.pool import SimulatedPool
 
 PAGE = ROOT / "docs/development/step_counts.md"
 COUNTS = ("kernels", "copies", "collectives", "waits")
-SIDES = ("plait", "torch")
+
 AIM = 1.03
 """Most kernels of Plait, as a multiple of those of plain torch."""
 
@@ -49,21 +50,20 @@ def main() -> None:
 def counted(pool: SimulatedPool, layout: Layout, *, shows: bool) -> dict[str, Any]:
     """Count one layout, print it, and return its row of the result."""
     ours = pool.run(layout.ranks, plait_step, layout)
-    sharding = ours[0][1]
-    plait = [counts for counts, _ in ours]
-    torch = pool.run(layout.ranks, peer_step, layout, sharding)
-    row = {"title": layout.title, "plait": totals(plait), "torch": totals(torch)}
-    cells = [(side, *(str(row[side][name]) for name in COUNTS)) for side in SIDES]
+    plait, shardings = zip(*ours, strict=True)
+    torch = pool.run(layout.ranks, peer_step, layout, shardings[0])
+    counts = {"plait": totals(plait), "torch": totals(torch)}
+    cells = [(side, *map(str, row.values())) for side, row in counts.items()]
     print(aligned((layout.title, *COUNTS), cells))
     if shows:
         for name, count in difference(plait, torch).most_common():
             if count:
                 print(f"  {count:+5d} {name}")
-    return row
+    return {"title": layout.title, **counts}
 
 
 def totals(ranks: Sequence[StepCounts]) -> dict[str, int]:
-    return {name: sum(getattr(counts, name) for counts in ranks) for name in COUNTS}
+    return {name: sum(map(attrgetter(name), ranks)) for name in COUNTS}
 
 
 def difference(plait: Sequence[StepCounts], torch: Sequence[StepCounts]) -> Counter[str]:
@@ -77,14 +77,20 @@ def difference(plait: Sequence[StepCounts], torch: Sequence[StepCounts]) -> Coun
 
 def section(record: Mapping[str, Any]) -> str:
     layouts = record["layouts"]
-    others = [title for name in COUNTS[1:] for title in (name, "torch's")]
+    header = ["layout"]
+    for name in COUNTS:
+        header += [name, "torch's"]
+    header.insert(3, "ratio")
     rows = []
+    within = 0
     for row in layouts.values():
-        kernels = (str(row[side]["kernels"]) for side in SIDES)
-        cells = (str(row[side][name]) for name in COUNTS[1:] for side in SIDES)
-        rows.append((row["title"], *kernels, f"{ratio(row):.3f}", *cells))
-    table = markdown(("layout", "kernels", "torch's", "ratio", *others), rows)
-    within = sum(ratio(row) <= AIM for row in layouts.values())
+        cells = [row["title"]]
+        for name in COUNTS:
+            cells += [str(row["plait"][name]), str(row["torch"][name])]
+        cells.insert(3, f"{ratio(row):.3f}")
+        rows.append(cells)
+        within += ratio(row) <= AIM
+    table = markdown(header, rows)
     machine = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (

@@ -91,9 +91,10 @@ def tensor_parallel(layout: Layout, sharding: Sharding, device: torch.device) ->
     mesh = init_device_mesh("cuda", (layout.ranks,))
     sequence = bool(layout.parallel.get("sequence_parallel"))
     parallelize_module(model, mesh, tensor_plan(layout.workload.layers, sequence=sequence))
-    split = [p for p in model.parameters() if isinstance(p, DTensor)]
-    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    groups = [group for group in (split, plain) if group]
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        by_kind[isinstance(parameter, DTensor)].append(parameter)
+    groups = list(filter(None, by_kind.values()))
     optimizer = adamw(groups, layout.workload)
 
     def step(batch: dict[str, Tensor]) -> object:

@@ -36,5 +36,8 @@ def _distance(a: float, b: float) -> float:
 
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, dict[str, Any]]:
-    ran = {name: record for name, record in records.items() if record.losses}
-    return {name: compare(record, records[reference]) for name, record in ran.items()}
+    agreements = {}
+    for name, record in records.items():
+        if record.losses:
+            agreements[name] = compare(record, records[reference])
+    return agreements

@@ -41,21 +41,31 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     options = _parse(benchmark, arguments)
     pace = QUICK_PACE if options.quick else Pace(rounds=options.rounds, steps=options.steps)
     scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]
-    names = {*options.baselines, *(scene.baselines[0].name for scene in scenes)}
-    skipped = unavailable([b for scene in scenes for b in scene.baselines if b.name in names])
+    names = set(options.baselines)
+    for scene in scenes:
+        names.add(scene.baselines[0].name)
+    skipped = unavailable([b for b in _baselines_of(scenes) if b.name in names])
     is_good = True
     with tempfile.TemporaryDirectory(prefix=f"{benchmark.name}_") as logs:
         for scene in scenes:
-            sizes = {**scene.sizes, **(QUICK_SIZES if options.quick else {})}
-            selected = {b.name: b for b in scene.baselines if b.name in names}
+            sizes = dict(scene.sizes)
+            if options.quick:
+                sizes |= QUICK_SIZES
+            selected = {}
+            skipped_of_scene = {}
+            for baseline in scene.baselines:
+                if baseline.name in skipped:
+                    skipped_of_scene[baseline.name] = skipped[baseline.name]
+                elif baseline.name in names:
+                    selected[baseline.name] = baseline
             document = measure(
                 benchmark,
                 scene,
-                {name: b for name, b in selected.items() if name not in skipped},
+                selected,
                 workload=Workload(**sizes),
                 pace=pace,
                 logs=Path(logs),
-                skipped={name: skipped[name] for name in selected if name in skipped},
+                skipped=skipped_of_scene,
             )
             is_good = is_good and document is not None and report.is_good(document)
             if document is None:
@@ -69,7 +79,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
 def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Namespace:
     scenes = [scene.name for scene in benchmark.scenes]
     # A baseline may be in several scenes.
-    names = list(dict.fromkeys(b.name for scene in benchmark.scenes for b in scene.baselines))
+    names = list(dict.fromkeys(b.name for b in _baselines_of(benchmark.scenes)))
     parser = command(benchmark.name, __doc__)
     parser.add_argument("--scenes", nargs="+", choices=scenes, default=scenes)
     parser.add_argument("--baselines", nargs="+", choices=names, default=names, metavar="NAME")
@@ -79,14 +89,20 @@ def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Na
     return parser.parse_args(arguments)
 
 
+def _baselines_of(scenes: Sequence[Scene]) -> list[Baseline]:
+    return [baseline for scene in scenes for baseline in scene.baselines]
+
+
 def unavailable(baselines: Sequence[Baseline]) -> dict[str, str]:
     """Return the baselines that cannot run here, with the reason, and print them."""
-    skipped = {
-        baseline.name: f"{baseline.requires} is not installed (pip install '.[bench]')"
-        for baseline in baselines
-        if baseline.is_missing
-    }
-    deepspeed = {b.name for b in baselines if b.requires == "deepspeed"} - set(skipped)
+    skipped = {}
+    deepspeed = []
+    for baseline in baselines:
+        if baseline.is_missing:
+            reason = f"{baseline.requires} is not installed (pip install '.[bench]')"
+            skipped[baseline.name] = reason
+        elif baseline.requires == "deepspeed":
+            deepspeed.append(baseline.name)
     if deepspeed:
         say("compiling DeepSpeed's operators (a minute the first time)")
         problem = deepspeed_peer.prepare()
@@ -122,7 +138,8 @@ def measure(
             say(f"{scene.title} is left out: {problem}")
             return None
         records = rounds.run(groups, baselines, pace=pace)
-        records |= {name: Record(failure=reason) for name, reason in failures.items()}
+        for name, failure in failures.items():
+            records[name] = Record(failure=failure)
         return report.document(
             benchmark,
             scene,
@@ -203,6 +220,6 @@ def _phases(
 def _write(benchmark: Benchmark, folder: Path, document: dict[str, Any]) -> None:
     results = folder / benchmark.name
     write(results / f"{document['scene']}.json", document, digits=7)
-    measured = [read(results / f"{scene.name}.json") for scene in benchmark.scenes]
-    text = report.page(benchmark, [scene for scene in measured if scene])
+    measured = (read(results / f"{scene.name}.json") for scene in benchmark.scenes)
+    text = report.page(benchmark, list(filter(None, measured)))
     (folder / f"{benchmark.name}.md").write_text(text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.common.report import aligned, machine_line, markdown
@@ -15,6 +16,7 @@ from benchmarks.steps.workload import Workload
 GOOD_ENOUGH = 5
 """Number of undisturbed rounds below which the report calls a ratio weak."""
 PHASE_HEADER = ("engine, rank", *PHASES, "of which waiting", "other threads", "total")
+_phases = itemgetter(*PHASES)
 Document = Mapping[str, Any]
 
 
@@ -32,7 +34,10 @@ def document(
     """Return everything that was measured of a scene. `phases` are by baseline and rank."""
     reference = scene.baselines[0].name
     measured = [baseline for baseline in scene.baselines if baseline.name in records]
-    compared = {b.name: records[b.name] for b in measured if not b.floor}
+    compared = {}
+    for baseline in measured:
+        if not baseline.floor:
+            compared[baseline.name] = records[baseline.name]
     agreements = agreement.check(compared, reference=reference)
     entries = {}
     for baseline in measured:
@@ -47,7 +52,7 @@ def document(
             "peak_bytes": record.peak_bytes,
             "foreign_share": record.foreign,
             "agreement": agreements.get(name),
-            "phases_ms": [dict(row) for row in phases.get(name, ())],
+            "phases_ms": list(map(dict, phases.get(name, ()))),
             "failure": record.failure,
         }
     sizes = {"parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step}
@@ -144,8 +149,10 @@ def _rows(scene: Document) -> list[list[str]]:
     for entry in scene["baselines"].values():
         seconds = entry["spread_seconds"]
         if entry["failure"] or seconds is None:
-            word = "failed" if entry["failure"] else "disturbed"
-            rows.append([entry["title"], word, *[""] * (len(_header(scene)) - 2)])
+            state = "disturbed"
+            if entry["failure"]:
+                state = "failed"
+            rows.append([entry["title"], state, *[""] * (len(_header(scene)) - 2)])
             continue
         row = [entry["title"], f"{1000 * seconds['median']:.0f}"]
         row.append(f"{1000 * seconds['low']:.0f} to {1000 * seconds['high']:.0f}")
@@ -163,8 +170,8 @@ def _phase_rows(scene: Document) -> list[list[str]]:
     for entry in scene["baselines"].values():
         for rank, row in enumerate(entry["phases_ms"]):
             waiting = sum(row[f"{phase} waiting"] for phase in PHASES)
-            cells = [*(row[phase] for phase in PHASES), waiting, row["threads"], row["total"]]
-            rows.append([f"{entry['title']}, {rank}", *(f"{value:.0f}" for value in cells)])
+            values = (*_phases(row), waiting, row["threads"], row["total"])
+            rows.append([f"{entry['title']}, {rank}", *map("{:.0f}".format, values)])
     return rows
 
 
@@ -194,9 +201,10 @@ def _notes(scene: Document) -> str:
             notes.append(f"{name} failed: {entry['failure'].splitlines()[0]}")
         elif rounds < min(GOOD_ENOUGH, scene["pace"]["rounds"]):
             notes.append(f"{name} had fewer than {GOOD_ENOUGH} undisturbed rounds")
-    if agreements and all(row["holds"] for row in agreements):
-        keys = ("early_loss", "late_loss", "steps")
-        early, late, steps = (max(row[key] for row in agreements) for key in keys)
+    if agreements and all(map(itemgetter("holds"), agreements)):
+        early = max(map(itemgetter("early_loss"), agreements))
+        late = max(map(itemgetter("late_loss"), agreements))
+        steps = max(map(itemgetter("steps"), agreements))
         notes.append(
             f"losses of all {len(agreements)} engines agree: by {early:.1e} in the first steps, by "
             f"{late:.1e} over up to {steps} steps"

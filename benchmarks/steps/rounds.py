@@ -4,9 +4,11 @@ A turn during which other programs used more of the machine than allowed is repe
 disturbed every time, it is counted and left out of the statistics.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 from benchmarks.common.load import undisturbed
 from benchmarks.common.report import say
@@ -90,16 +92,19 @@ def _turn(group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace)
         timeout_seconds=pace.turn_timeout_seconds,
     ):
         record.foreign.append(share)
-        by_rank = [answer["losses"] for answer in answers]
+        by_rank: dict[str, list[Any]] = defaultdict(list)
+        for answer in answers:
+            for name, measured in answer.items():
+                by_rank[name].append(measured)
         if baseline.loss_is_global:
-            record.losses += by_rank[0]
+            record.losses += by_rank["losses"][0]
         else:
-            record.losses += [mean(losses) for losses in zip(*by_rank, strict=True)]
-        record.norms += answers[0]["norms"]
-        record.processor_seconds.append(mean(answer["processor_seconds"] for answer in answers))
-        record.peak_bytes = max([record.peak_bytes, *(answer["peak_bytes"] for answer in answers)])
+            record.losses += map(mean, zip(*by_rank["losses"], strict=True))
+        record.norms += by_rank["norms"][0]
+        record.processor_seconds.append(mean(by_rank["processor_seconds"]))
+        record.peak_bytes = max(record.peak_bytes, *by_rank["peak_bytes"])
         if share <= pace.foreign_share:
-            value = max(answer["seconds"] for answer in answers)
+            value = max(by_rank["seconds"])
     record.seconds.append(value)
 
 

@@ -10,7 +10,9 @@ engine failed, 2 if the network namespaces cannot be made.
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,10 @@ class _Engines:
                     self._start(baseline, RATES[rate])
             if not self.groups:
                 break
-            decisions[rate] = {
-                name: self._decision(name) for name in ADAPTIVE if name in self.groups
-            }
+            decisions[rate] = {}
+            for name in ADAPTIVE:
+                if name in self.groups:
+                    decisions[rate][name] = self._decision(name)
             self._lab.shape(RATES[rate])
             rates[rate] = self._medians(options.rounds, options.steps)
             print(_table(rate, rates[rate]), flush=True)
@@ -131,7 +134,7 @@ class _Engines:
         Seconds are those of the slowest rank, and bytes those of the node that sent more.
         """
         names = list(self.groups)
-        turns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for number in range(rounds):
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -145,17 +148,17 @@ class _Engines:
                     self._fail(name, error)
                     continue
                 after = self._lab.sent_bytes()
-                sent = max(now - then for now, then in zip(after, before, strict=True))
+                sent = max(map(sub, after, before))
                 turns[name].append((max(answer["seconds"] for answer in answers), sent / steps))
         medians = {}
         for name, measured in turns.items():
-            if not measured:
-                continue
             # Within a round, because machines are faster in one minute than in the next.
             pairs = zip(measured, turns.get("ddp", []), strict=False)
             ratios = [seconds / ddp for (seconds, _), (ddp, _) in pairs]
-            seconds, sent = (statistics.median(column) for column in zip(*measured, strict=True))
-            of_ddp = statistics.median(ratios) if ratios else None
+            of_ddp = None
+            if ratios:
+                of_ddp = statistics.median(ratios)
+            seconds, sent = map(statistics.median, zip(*measured, strict=True))
             medians[name] = {"seconds": seconds, "bytes": sent, "of_ddp": of_ddp}
         return medians
 

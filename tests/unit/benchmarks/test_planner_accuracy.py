@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_accuracy import learn
+from benchmarks.planner_accuracy import learn, published
 from benchmarks.planner_accuracy.frameworks import fitted_priors, framework, without_name
 from benchmarks.planner_accuracy.predict import evaluate
 from benchmarks.planner_accuracy.runs import read_runs
@@ -134,3 +134,10 @@ def test_planner_and_evaluation_read_the_fitted_constants(tmp_path, monkeypatch)
     assert written["constants"].items() >= priors["constants"].items()
     names = {name for name in written["constants"] if name.startswith("stack.")}
     assert names <= {"stack.plait"}
+
+
+def test_published_layout_is_compared_with_the_plan():
+    run = {"model": "llama-3-8b", "gpu": "h100", "source": "a paper"}
+    compared = published.compare(run, {**ROW, "id": ""})
+    assert compared["published"].startswith("pp 2 (1f1b), tp 2 + sp, dp 4")
+    assert compared["plan_seconds"] <= compared["theirs_seconds"]
