@@ -158,8 +158,9 @@ class Launcher:
         """Launch a script that waits for a signal, and return the ids of its ranks."""
         process = self.start(*arguments, text=text)
         assert process.stdout is not None
+        # A rank of another machine prints "[far] ready 123".
         lines = [process.stdout.readline() for _ in range(ranks)]
-        return process, [int(line.removeprefix("ready ")) for line in lines]
+        return process, [int(line.rpartition("ready ")[2]) for line in lines]
 
     def close(self):
         for process in self.processes:

@@ -235,6 +235,7 @@ def test_export_overwrites_nothing(complete, tmp_path, monkeypatch, capsys):
     os.close(lock)
     run_plait(f"export {complete[0]} --out other")
     assert not temporary.exists() and not (tmp_path / "other" / "left").exists()
+    assert (tmp_path / "other" / "config.json").is_file()
 
 
 def test_damaged_checkpoints_are_named(complete, tmp_path, capsys):

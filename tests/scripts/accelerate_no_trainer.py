@@ -1,6 +1,6 @@
 """run_clm_no_trainer, small.
 
-Accumulate, clipping, a checkpoint in mid-epoch, skip_first_batches, save_pretrained.
+It has accumulate, clipping, a checkpoint in mid-epoch, skip_first_batches and save_pretrained.
 Imports no Plait.
 """
 

@@ -1,6 +1,7 @@
 """FSDP2 as in torchtitan.
 
-Fully_shard of every block, clipping, the full state dict for the first process. Imports no Plait.
+It has fully_shard of every block, clipping, and the full state dict for the first process.
+Imports no Plait.
 """
 
 import json

@@ -1,6 +1,6 @@
 """run_glue, small.
 
-Compute_metrics every epoch, load_best_model_at_end, EarlyStoppingCallback, predict.
+It has compute_metrics every epoch, load_best_model_at_end, EarlyStoppingCallback and predict.
 Imports no Plait.
 """
 

@@ -64,6 +64,8 @@ def main() -> int:
         print(f"{len(mutants)} mutants apply")
         return 0
 
+    if options.waits:
+        os.environ.setdefault("SIMULATED_DEVICE_TIMEOUT", "20")
     results, _ = report.load(record.results)
     selected = [mutant for mutant in mutants if not options.ids or mutant.id in options.ids]
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,6 @@ def main() -> int:
         if options.waits:
             command = ("-m", "pytest", *TESTS)
             everything = list(TESTS)
-            os.environ.setdefault("SIMULATED_DEVICE_TIMEOUT", "20")
         lines = reach.find(mutants, BUILD, command, limit_seconds=3 * LIMIT_SECONDS)
         tests = reach.tests_by_mutant(lines)
     for mutant, outcome in run(selected, results, tests, everything):
