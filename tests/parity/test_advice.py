@@ -531,7 +531,7 @@ def different_rows(rank):
         return accelerator.gather(padded).shape == (4, 4)
 
     yield Case(
-        ("call accelerator.pad_across_processes(tensor, dim=1)",),
+        ("call accelerator.pad_across_processes(tensor, dim=d)",),
         lambda: accelerator.gather(wide),
         gather_padded,
     )

@@ -536,8 +536,9 @@ def single_cases(folder):
             partial(gather_on_meta, True),
         ),
         (
-            "leave them out, or load it into a model with its names by plait.load_trained and"
-            " pass the weights, renamed, to engine.load_state_dict",
+            "leave both arguments out. If the names differ, load the checkpoint with"
+            " plait.load_trained into a model that has its names, rename those weights, and pass"
+            " them to engine.load_state_dict",
             partial(renamed, folder, False),
             partial(renamed, folder, True),
         ),
