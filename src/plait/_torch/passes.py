@@ -164,7 +164,7 @@ def leave_forward(model: nn.Module, output: Any) -> Any:
 
 
 def expect_backward(model: nn.Module, output: Any) -> Any:
-    """Make the backward of `output` prepare the sharded root `model` first, and return `output`.
+    """Register FSDP's root pre-backward hook of `model` on `output`, and return `output`.
 
     torch does this for tensors that it finds in the result of the root's `forward`. It does not
     search objects of unknown classes.

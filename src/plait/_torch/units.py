@@ -51,7 +51,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def all_parameter_groups(model: nn.Module) -> list[Any]:
-    """Return the parameter groups of all units of a model."""
+    """Return the FSDPParamGroup of each unit of a model."""
     return [group for module in sharded_modules(model) for group in parameter_groups(module)]
 
 

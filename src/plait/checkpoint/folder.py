@@ -260,7 +260,7 @@ def _is_truncated(checkpoint: CheckpointFolder) -> bool:
 
 
 def _damaged(folder: Place) -> list[str]:
-    """Return the names of folders that contain files of a checkpoint, if none is complete."""
+    """Return the names of folders with files of a checkpoint, all of which are incomplete."""
     if not folder.is_dir():
         return []
     saved_files = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))

@@ -153,7 +153,7 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"a tensor's dtype is {record.dtype!r}, which torch does not have; load another"
+            f"a tensor has the dtype {record.dtype!r}, which torch does not have; load another"
             " checkpoint"
         )
     return dtype

@@ -224,7 +224,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the unused memory of a device."""
+    """Return the free bytes of a device, without memory that torch's allocator has cached."""
     free, _ = _module().mem_get_info(device)
     return int(free)
 

@@ -13,9 +13,10 @@ so that they overlap.
     recursive-doubling         log2(n) S                              log2(n), 2 more if n is not
                                                                       a power of two
 
-There are n ranks, g on each of k machines. If n does not divide the tensor, S is the size of the
-padded tensor. All algorithms sum exactly and in a fixed order, so that every rank and every run
-gets the same bits. NCCL chooses its own ring or tree inside a single call.
+There are n ranks, g on each of k machines. If n does not divide the number of
+elements, S is the size of the padded tensor. No algorithm compresses. Each sums in a fixed order,
+so that every rank and every run gets the same bits. In a call of NCCL this is the order of NCCL's
+ring or tree.
 
 Buckets are buffers of gradients that are summed over a group while the backward runs. In every step
 the gradient reducer fills each buffer and calls `start`, and later `finish`, which leaves the sum
@@ -382,6 +383,6 @@ class AlgorithmBuckets:
         self._running.append(launch(self._sum(self.buffers[index])))
 
     def finish(self, index: int) -> None:
-        """Finish the sums of all buffers that were started."""
+        """Finish the sums of all started buffers, `index` among them."""
         advance(self._running)
         self._running = []

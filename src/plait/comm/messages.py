@@ -157,7 +157,7 @@ class Messenger:
         self._has_begun = False
 
     def forget(self) -> None:
-        """Abandon the messages in flight after a failure on all ranks.
+        """Abandon the messages in flight. All ranks must call this after a step has failed.
 
         No rank waits for these messages, and no later receive can match them.
 

@@ -68,7 +68,7 @@ class PreparedData:
 
     @property
     def size(self) -> str:
-        """Size of the training text for the user."""
+        """Size of the training text, formatted for messages."""
         if isinstance(self.train, StreamedSequences):
             return f"sequences of {self.train.length} tokens, {self.train.buffer:,} at a time"
         return (

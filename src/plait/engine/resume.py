@@ -162,7 +162,7 @@ class Resume:
         return groups
 
     def _group(self, index: int, saved: Sequence[Mapping[str, Any]], *, is_replayed: bool) -> Group:
-        """Return the values of one group, before a schedule is replayed.
+        """Return the hyperparameters of one parameter group, before a schedule is replayed.
 
         Args:
             index: Index of the group.

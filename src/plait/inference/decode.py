@@ -445,8 +445,8 @@ def _processors(
         import transformers
     except ImportError:
         raise MissingExtraError(
-            "generate: sampling, penalties and bans are computed by Transformers, which is not"
-            f" installed; run {install_line('hf')}, or decode greedily (do_sample=False)"
+            "generate: sampling, penalties and banned tokens are computed by Transformers, which is"
+            f" not installed; run {install_line('hf')}, or decode greedily (do_sample=False)"
         ) from None
     return [make(getattr(transformers, name)) for name, make in used]
 

@@ -283,7 +283,12 @@ class DiskTier(StepHook):
                 arena.fetch(tensor, write=write)
 
     def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """Remove a tensor from memory (see `Arena`). Does nothing for a tensor without a file."""
+        """Remove a tensor from memory (see `Arena`). Does nothing for a tensor without a file.
+
+        Args:
+            tensor: The tensor.
+            written: Whether the tensor has changed since it was read.
+        """
         for arena in self.arenas:
             arena.evict(tensor, written=written)
 

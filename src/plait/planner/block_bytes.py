@@ -99,9 +99,9 @@ def hidden_width(job: Job) -> Numbers:
 
 
 def saved_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the bytes per token that a block saves, as (none, operators, full).
+    """Return the bytes per token that a block saves for backward, per mode of recomputation.
 
-    These are the modes of recomputation.
+    The result is (bytes with mode none, with operators, with full).
     """
     none, operators, full = _by_formula(job)
     counted = job.counted
@@ -231,7 +231,7 @@ def _has_layer_norms(job: Job) -> Numbers:
 
 
 def _norm_saved(job: Job) -> Numbers:
-    """Return the bytes per token that a norm and the following matrix multiplication save."""
+    """Return the bytes per token that a norm and the following linear layer save for backward."""
     element = job.element_bytes
     return (
         np.where(_has_layer_norms(job), element, 4 + element) * _widths(job).hidden

@@ -286,7 +286,7 @@ _OF_GPUS = ("ramp", "contention")
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
-    """Return those of `names` that apply to a job's devices, precisions and frameworks."""
+    """Return the names of constants that apply to a job's devices, precisions and frameworks."""
     families = {DEVICE_FAMILIES[index] for index in np.unique(job.device.family)}
     kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}

@@ -53,9 +53,10 @@ _DROPOUT_BY_DEFAULT = {
 
 
 def dropouts_of(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the dropout fields of `Architecture` for a Hugging Face configuration.
+    """Return the dropout fields of `Architecture`: 1 if a probability is above 0, else 0.
 
-    Probabilities that the configuration leaves out have the default of the model family.
+    A probability that the Hugging Face configuration leaves out has the default of the model
+    family.
     """
     rates: dict[str, Any] = dict.fromkeys(_DROPOUT_BY_DEFAULT.get(kind, ()), 0.1)
     rates |= {name: value for name, value in config.items() if value is not None}

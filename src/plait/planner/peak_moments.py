@@ -428,7 +428,7 @@ def _head_gradients(rank: _Rank, moment: _Moment, *, last: bool) -> Numbers:
 
 
 def _head(rank: _Rank, moment: _Moment, *, last: bool) -> Iterator[tuple[str, Terms]]:
-    """Yield the memory during the reduction of the head, if the head is a unit of its own."""
+    """Yield the memory during the reduction of the head's gradients, if the head is a unit."""
     units = rank.units
     added = np.asarray(moment.added)
     exists = _reduces(rank, last) & (units.head_unit > 0) & (np.asarray(moment.holding.head) > 0)

@@ -329,7 +329,7 @@ def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
 
 
 def supports_options(layouts: Layouts) -> NDArray[np.bool_]:
-    """Return True if a layout supports its memory-saving options.
+    """Return for each layout whether it supports its memory-saving options.
 
     Split backwards do not support recomputation. A recomputation budget does not support expert
     parallelism. Optimizer states on the host require ZeRO stage 1 or higher, and no expert

@@ -82,7 +82,7 @@ class Guard(StepHook):
             self._forward_handle.remove()
 
     def recover_in_forwards(self) -> None:
-        """Also recover at the start of every forward of the model.
+        """Also recover from a failed backward, at the start of the next forward of the model.
 
         In the user's own training loop no call of Plait follows a `loss.backward()` that
         raises.

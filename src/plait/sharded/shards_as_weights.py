@@ -147,8 +147,9 @@ def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
 
     Args:
         model: A model with its layout.
-        is_split: Whether this process has only a part of the model even without ZeRO. If so,
-            an unsharded `model` cannot be pickled either, but it can still be copied.
+        is_split: Whether tensor or pipeline parallelism leaves this process only a part of the
+            model. If so, pickling `model` is refused even if ZeRO does not shard it. Copying is
+            not.
     """
     for module in model.modules():
         is_sharded = isinstance(module, FSDPModule)

@@ -259,7 +259,9 @@ def constants_of(calibration: Calibration) -> dict[str, float]:
 
 
 def planned_step(context: Context, figures: DeviceSpec, calibration: Calibration) -> dict[str, Any]:
-    """Return the predicted and measured seconds of the step in row `throughput`, if it has run."""
+    """Return the predicted and measured seconds of a step of the check `throughput`.
+
+    The result is empty if this check has not run."""
     if STEP_SECONDS not in context.results:
         return {}
     workload, seconds = context.results[STEP_SECONDS]

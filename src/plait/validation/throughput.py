@@ -77,7 +77,7 @@ class Visit:
 
 
 def compare(context: Context, settings: Mapping[str, Any]) -> Verdict:
-    """Time the steps of `settings["contenders"]` in rounds of visits. See Note [Visits]."""
+    """Time the steps of `settings["contenders"]` in turn, several times. See Note [Visits]."""
     contenders: Sequence[str] = settings["contenders"]
     packages = [PACKAGES[name] for name in contenders if name in PACKAGES]
     require("transformers", *packages)

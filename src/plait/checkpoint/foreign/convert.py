@@ -21,7 +21,7 @@ from plait.errors import CheckpointError, InputError, PlaitError
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """Summary of an import, as the process prints it."""
+    """Summary of an import, as the command prints it."""
 
     kind: str
     checkpoint: str

@@ -121,8 +121,7 @@ def _load(folder: Path, info: Any, name: str) -> Any:
         or not isinstance(length, int)
     ):
         raise CheckpointError(
-            f"{folder}: .metadata does not list the file of this folder that contains {name};"
-            f" {_REMEDY}"
+            f"{folder}: .metadata does not say which file of this folder contains {name}; {_REMEDY}"
         )
     try:
         with open(folder / file, "rb") as stream:

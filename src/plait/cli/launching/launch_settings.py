@@ -1,6 +1,6 @@
 """Settings of a launch: processes, machines, rendezvous, and the reaction to failures.
 
-The module imports no torch and reads neither the environment nor the network. `check` refuses
+The module imports no torch and does not use the network. `check` refuses
 settings that torchrun would silently ignore, or with which it would hang. `with_variables` adds to
 the options of the command line those that torchrun reads from environment variables. For example,
 Kubeflow sets `PET_NNODES`, which stands for `--nnodes`, in every pod.

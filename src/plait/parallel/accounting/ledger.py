@@ -312,7 +312,7 @@ def is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
 def of_experts(ledger: Ledger) -> Ledger:
     """Return an empty ledger with the degrees of parallelism of expert parameters.
 
-    Ranks along dp_replicate with the same experts also shard these experts.
+    Experts are not replicated over dp_replicate: all ranks that have the same experts shard them.
     """
     same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
     shards = is_sharded(ledger)

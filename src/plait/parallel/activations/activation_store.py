@@ -103,7 +103,7 @@ class OffloadedActivations(StepHook):
         self.blocks = blocks
 
     def on_error(self, lost: FailureScope) -> None:
-        """Forget the groups of the step that failed."""
+        """Forget the groups of saved activations of the step that failed."""
         self.store.begin()
 
     def close(self) -> None:
@@ -635,8 +635,8 @@ def _write(
         store: Store that counts pending bytes.
         file: The file.
         offset: Offset in the file.
-        host: List with the tensor. It is emptied, so that the memory is free when `written` is
-            called.
+        host: List with the tensor. It is emptied, so that the memory is free before
+            `store.written` is called.
         event: Event after which the tensor is complete, or None.
         version: Version of the tensor when it was saved.
 

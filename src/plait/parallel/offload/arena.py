@@ -57,7 +57,7 @@ def _pages(size: int) -> int:
 
 
 class Arena:
-    """Mapped tensors in the files of one folder."""
+    """Memory-mapped tensors in the files of one folder."""
 
     def __init__(
         self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path"

@@ -9,7 +9,7 @@
 A block consists of consecutive elements of a row that share one float32 scale. The blocks depend
 only on the unsharded shape of a parameter. No layout splits a block: shards are complete rows, and
 tensor parallelism that would split a block is refused. States therefore have the same values on
-every layout. `optim.low_bit_adam` computes the codes and is the optimizer.
+every layout. `optim.low_bit_adam` contains the optimizer, and computes the codes.
 """
 
 from __future__ import annotations

@@ -488,7 +488,9 @@ class SplitStream:
     """First input of the split part and position of the generator at its beginning, if known."""
 
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
-        """Begin a split part, unless one has already begun.
+        """Begin a split part of the model, unless one has already begun.
+
+        See Note [Random streams of tensor parallelism].
 
         Args:
             like: A tensor on the device of the part.
@@ -496,8 +498,8 @@ class SplitStream:
 
         Raises:
             ModelError: Random numbers were drawn since the part began, and a layer in the part
-                reads another replicated tensor. Dropout may have made this tensor different on each
-                rank.
+                reads a replicated tensor other than the part's input. Dropout may have made this
+                tensor different on each rank.
         """
         generator = _generator(like)
         if generator is None:
