@@ -108,7 +108,8 @@ def _location(path: Path, name: str, entry: dict[str, Any], begin: int, size: in
     has_wrong_size = dtype is not None and math.prod(shape) * dtype.itemsize != high - low
     if low < 0 or high < low or has_wrong_size:
         raise ValueError(
-            f"bytes {low:,} to {high:,} of {name} are not the size of {entry['dtype']} {list(shape)}"
+            f"bytes {low:,} to {high:,} of {name} are not the size of"
+            f" {entry['dtype']} {list(shape)}"
         )
     return StoredTensor(path, begin + low, high - low, dtype, shape)
 

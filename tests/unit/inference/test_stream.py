@@ -156,7 +156,7 @@ def test_damaged_headers_are_refused(tmp_path, saved):
         (_with_header(b'["a"]'), "not a readable"),
         (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "not a readable.*data_offsets"),
         (_with_header(_tensor(b"[3]", b"[0, 8]"), 8), "bytes 0 to 8 of a are not the size of F32"),
-        (_with_header(_tensor(b"[2]", b"[8, 0]"), 8), "in bytes 8 to 0"),
+        (_with_header(_tensor(b"[2]", b"[8, 0]"), 8), "bytes 8 to 0 of"),
         (_with_header(b"[" * 100_000), "not a readable"),
     ):
         path.write_bytes(content)
