@@ -53,7 +53,9 @@ def test_the_smallest_layout_that_fits(devices, memory, key_value_heads, expecte
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers():
-    message = r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 x 8 dev"
+    message = (
+        r"at tp = 8, pp = 1 a device would hold 16.4 GiB of weights and 1.2 GiB .*1 machine x 8 dev"
+    )
     with pytest.raises(InputError, match=message):
         place_model(LLAMA_70B, devices=8, device_bytes=16 * GIB)
 
