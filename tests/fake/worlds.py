@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +22,6 @@ from tests.measured.memory import measure_step
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
 
-FakeWorld = Callable[..., None]
 STATES = ("parameters", "gradients", "optimizer")
 
 

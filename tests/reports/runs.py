@@ -20,7 +20,6 @@ import plait
 from plait.verify.parity import full_tensor_on_cpu
 from tests.reports.models import inputs
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Mode = Literal["engine", "own"]
 
 

@@ -10,13 +10,7 @@ never begins is part of a deadlock or has no partner.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-Journal = Sequence[dict[str, Any]]
-"""Entries of one rank with `communicator`, `rank`, `stream`, `position`, `calls` and `after`, as
-`on_torch.journal` returns them."""
 
 MOST_LINES = 8
 SAME_BYTES = ("ALLREDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "SEND", "RECV")

@@ -243,7 +243,7 @@ class DeepSpeedEngine(CheckpointMethods):
         return self.plait.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Until the next call, treat all micro-batches as the last of a step, or none of them."""
+        """Treat all micro-batches, or none, as the last of a step until the next call."""
         self._boundary = is_boundary
 
     def zero_grad(self) -> None:

@@ -118,7 +118,7 @@ class Reducer(StepHook):
     _frozen: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters without a slot, because they have never required a gradient so far."""
     _used: list[bool] = field(default_factory=list, init=False)
-    """Whether a gradient of this step has been launched, per slot."""
+    """True for each slot whose gradient of this step has been launched."""
     _late_buckets: set[int] = field(default_factory=set, init=False)
     """Indices of the buckets for which a gradient arrived after their launch."""
     _next_bucket: int = field(default=0, init=False)
