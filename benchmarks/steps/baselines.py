@@ -1,9 +1,11 @@
 """An engine as data: its name, what it is compared with, and the function that builds its step."""
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -32,12 +34,16 @@ class Baseline:
     """True if the loss of a step is already the mean over ranks."""
     floor: bool = False
     """True if its ranks train alone. Its losses are not compared."""
+    checkout: Path | None = None
+    """Another checkout of Plait, whose package the worker imports instead of the installed one."""
 
     @property
     def is_missing(self) -> bool:
         return self.requires is not None and find_spec(self.requires) is None
 
     def build(self, workload: Workload) -> Step:
+        if self.checkout:
+            sys.path.insert(0, str(self.checkout / "src"))
         module, function = self.builder.split(":")
         step: Step = getattr(import_module(module), function)(workload, **self.options)
         return step
@@ -66,3 +72,20 @@ class Benchmark:
     scenes: tuple[Scene, ...]
     target: float | None = None
     """Largest ratio of Plait to the reference that counts as reached."""
+
+
+def beside(benchmark: Benchmark, checkout: Path) -> Benchmark:
+    """Return the benchmark with the Plait of another checkout in every scene."""
+    column = f"Plait of {checkout.name}"
+    scenes = []
+    for scene in benchmark.scenes:
+        baselines: list[Baseline] = []
+        for baseline in scene.baselines:
+            if baseline.name.startswith("plait-"):
+                name = f"beside-{baseline.name}"
+                title = f"{baseline.title} of {checkout.name}"
+                baselines.append(replace(baseline, name=name, title=title, checkout=checkout))
+                baseline = replace(baseline, against={**baseline.against, column: name})
+            baselines.append(baseline)
+        scenes.append(replace(scene, baselines=tuple(baselines)))
+    return replace(benchmark, columns=(*benchmark.columns, column), scenes=tuple(scenes))

@@ -3,7 +3,8 @@ rounds, and prints and writes the result.
 
 Exit code 0 if every baseline was measured and agreed, 1 if one failed, disagreed or never had an
 undisturbed turn, 2 for a wrong argument. A ratio above the target is reported and is no failure. A
-scene that is measured alone replaces its own result only.
+scene that is measured alone replaces its own result only. With --beside nothing is written, because
+a result does not say which checkout that was.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from benchmarks.common.load import wait_for_quiet
 from benchmarks.common.report import RESULTS, facts, read, say, write
 from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.steps import deepspeed_peer, report, rounds
-from benchmarks.steps.baselines import Baseline, Benchmark, Scene
+from benchmarks.steps.baselines import Baseline, Benchmark, Scene, beside
 from benchmarks.steps.rounds import Pace, Record
 from benchmarks.steps.worker import start
 from benchmarks.steps.workload import Workload
@@ -40,8 +41,11 @@ QUICK_PACE = Pace(rounds=2, steps=1, foreign_share=1.0, wait_seconds=0.0)
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     options = _parse(benchmark, arguments)
     pace = QUICK_PACE if options.quick else Pace(rounds=options.rounds, steps=options.steps)
-    scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]
     names = set(options.baselines)
+    if options.beside:
+        benchmark = beside(benchmark, options.beside)
+        names |= {f"beside-{name}" for name in names}
+    scenes = [scene for scene in benchmark.scenes if scene.name in options.scenes]
     for scene in scenes:
         names.add(scene.baselines[0].name)
     skipped = unavailable([b for b in _baselines_of(scenes) if b.name in names])
@@ -71,7 +75,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
             if document is None:
                 continue
             print(report.terminal(document), flush=True)
-            if not options.quick:
+            if not options.quick and not options.beside:
                 _write(benchmark, options.output, document)
     return int(not is_good)
 
@@ -86,7 +90,20 @@ def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Na
     parser.add_argument("--rounds", type=int, default=Pace.rounds)
     parser.add_argument("--steps", type=int, default=Pace.steps, help="timed steps of a turn")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--beside",
+        type=_checkout,
+        metavar="FOLDER",
+        help="another checkout of Plait, which takes turns with this one",
+    )
     return parser.parse_args(arguments)
+
+
+def _checkout(text: str) -> Path:
+    folder = Path(text).resolve()
+    if not (folder / "src/plait/__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no src/plait; name a checkout of Plait")
+    return folder
 
 
 def _baselines_of(scenes: Sequence[Scene]) -> list[Baseline]:

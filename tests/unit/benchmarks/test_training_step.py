@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.common import load
 from benchmarks.steps import agreement, command, deepspeed_peer, report, rounds
+from benchmarks.steps.baselines import beside
 from benchmarks.steps.plait_entry import configuration
 from benchmarks.steps.rounds import Pace, Record
 from benchmarks.steps.workload import ALPHABET, Workload, batch, build_model
@@ -144,6 +145,24 @@ def test_a_wrong_argument_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(BENCHMARK, ["--baselines", "dpp"])
     assert stopped.value.code == 2 and "invalid choice: 'dpp'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        command.main(BENCHMARK, ["--beside", "no_such_folder"])
+    assert stopped.value.code == 2 and "no_such_folder has no src/plait" in capsys.readouterr().err
+
+
+def test_another_checkout_is_measured_beside_this_one(tmp_path):
+    package = tmp_path / "older/src/plait"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('the older Plait')")
+    scene = beside(BENCHMARK, tmp_path / "older").scenes[2]
+    older, ours = scene.baselines[-2:]
+    assert (older.name, ours.name) == ("beside-plait-2", "plait-2")
+    assert older.against == BENCHMARK.scenes[2].baselines[-1].against
+    assert ours.against["Plait of older"] == older.name
+
+    groups = {}
+    failures = command.start_groups({older.name: older}, groups, workload=SMALL, logs=tmp_path)
+    assert not groups and "the older Plait" in failures[older.name]
 
 
 @pytest.mark.parametrize(
