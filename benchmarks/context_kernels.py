@@ -67,9 +67,10 @@ def kernels_of_layer(
     layout = SequenceLayout(ranks, rank, zigzag=kind != "ulysses")
     rule = AttentionRule(HEAD_DIM**-0.5, window, kernel=kernel)
 
-    def compute(*tensors: torch.Tensor) -> torch.Tensor:
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        assert dist.group.WORLD is not None
         placement = SequencePlacement(layout, dist.group.WORLD)
-        return attention(kind, *tensors, None, placement, rule)
+        return attention(kind, query, key, value, None, placement, rule)
 
     return _counted(ranks, rank, tokens, compute)
 

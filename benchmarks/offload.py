@@ -100,15 +100,15 @@ def time_optimizers(count: int, rounds: int) -> dict[str, Any]:
         assert ratio is not None
         rate = spread([count / each / 1e6 for each in values])
         pairs = zip(modules["torch"], modules[name], strict=True)
-        error = max(float((a - b).detach().abs().max()) for a, b in pairs)
+        difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
         print(
             f"{name:24s} {rate.median:7.1f} M parameters/s, time / torch's {ratio.median:.3f} "
-            f"({ratio.low:.3f} to {ratio.high:.3f}), largest difference {error:.1e}"
+            f"({ratio.low:.3f} to {ratio.high:.3f}), largest difference {difference:.1e}"
         )
         results[name] = {
             "million_parameters_per_second": asdict(rate),
             "time_to_torch": asdict(ratio),
-            "largest_difference": error,
+            "largest_difference": difference,
         }
     return results
 

@@ -129,14 +129,14 @@ def _recorded(paths: list[Path], tests: list[str]) -> Results:
     source = {"commit": revision() or "no commit", "torch": torch.__version__, "machine": machine}
     recorded = {}
     for path in sorted(paths, key=junit.began):
-        date = {"date": junit.began(path)[:10]}
+        began = {"date": junit.began(path)[:10]}
         results = list(junit.results([path]))
         for test in tests:
             # A name of a file, a class or a function stands for all of its tests.
             longer = (f"{test}::", f"{test}[")
             matches = [r for r in results if r.test == test or r.test.startswith(longer)]
             if matches:
-                recorded[test] = junit.counts(matches) | date | source
+                recorded[test] = {**junit.counts(matches), **began, **source}
     return recorded
 
 

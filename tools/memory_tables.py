@@ -24,10 +24,11 @@ from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolving.resolve import load, resolve
-from plait.dryrun.dry_model import ActivationTechniques, rank_activations, token_batch
+from plait.dryrun.dry_model import MODES, ActivationTechniques, rank_activations, token_batch
 from plait.dryrun.predicted_peak import predict_peak_on
 from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
+from plait.parallel.accounting.activations import BlockMode
 from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
@@ -37,7 +38,6 @@ from tests.measured.memory import measure_activations, measure_peak
 PAGE = ROOT / "docs" / "explanation" / "memory.md"
 SAMPLES = 2
 LENGTH = 128
-MODES = ("none", "selective", "full")
 _LLAMA = {
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -64,7 +64,14 @@ PEAKS: list[tuple[str, dict[str, list[Any]]]] = [
 
 A layout with a schedule has two pipeline stages.
 """
-USUAL = {"stage": [0], "tp": [1], "schedule": [""], "mode": ["none"], "bf16": [False], "count": [1]}
+USUAL: dict[str, list[Any]] = {
+    "stage": [0],
+    "tp": [1],
+    "schedule": [""],
+    "mode": ["none"],
+    "bf16": [False],
+    "count": [1],
+}
 
 
 def model_of(kind: str, *, device: str = "meta", **fields: Any) -> nn.Module:
@@ -113,7 +120,9 @@ def activations() -> Iterator[list[str]]:
             (stage,) = rank.stages
             engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
             measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
-        blocks = stage.saved(engine.parts.recompute_modes)
+        modes = engine.parts.recompute_modes
+        assert modes is not None
+        blocks = stage.saved(modes)
         head = stage.modes["none"].head
         values = (blocks, measured["activations"], head, measured["logits"])
         yield [kind, title, mode, *map("{:,}".format, values)]
@@ -122,7 +131,7 @@ def activations() -> Iterator[list[str]]:
 def peaks() -> Iterator[list[str]]:
     """Yield rows: model, layout, the peak of rank 0, predicted and measured, and its moment."""
     for kind, choices in PEAKS:
-        for values in product(*{**USUAL, **choices}.values()):
+        for values in product(*(USUAL | choices).values()):
             yield peak_row(kind, *values)
 
 
@@ -175,8 +184,8 @@ def peak_row(
 
 def times() -> Iterator[list[str]]:
     """Yield rows: mode, bytes that blocks keep, and operations and time as multiples."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1376}
-    models: dict[str, nn.Module] = {}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1376}
+    models: dict[BlockMode, nn.Module] = {}
     for mode in MODES:
         torch.manual_seed(0)
         model = model_of("llama", device="cpu", **sizes)

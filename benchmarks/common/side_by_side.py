@@ -68,7 +68,7 @@ def run(name: str, description: str | None, make_steps: MakeSteps, *, tokens: in
     quick = command(name, description).parse_args().quick
     sizes = (1, QUICK_TOKENS) if quick else (ROUNDS, tokens)
     arguments = (name, make_steps, *sizes, free_port(), quick)
-    mp.spawn(_work, args=arguments, nprocs=RANKS)  # type: ignore[no-untyped-call]
+    mp.spawn(_work, args=arguments, nprocs=RANKS)
 
 
 def _work(

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def main() -> None:
     folders = [folder]
     if options.get("disk"):
         folders.append(Path(options["disk"]))
-    dropping = nullcontext
+    dropping: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.get("drop"):
         dropping = partial(every, 0.05, lambda: drop_files(folders))
     with every(0.02, look):

@@ -151,8 +151,8 @@ def source_weight(rows: int) -> float:
 def write(learned: Priors, path: Path) -> None:
     """Write the constants for the planner, and the speeds of other frameworks to `STACKS`."""
     shipped = constants.datasheet_priors().constants
-    of_planner = {}
-    of_others = {}
+    of_planner: dict[str, list[float]] = {}
+    of_others: dict[str, list[float]] = {}
     for name, constant in learned.constants.items():
         constants_of_file = of_planner if name in shipped else of_others
         constants_of_file[name] = [float(f"{constant.median:.4g}"), round(constant.width, 4)]

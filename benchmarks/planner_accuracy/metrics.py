@@ -62,6 +62,10 @@ class Ranking:
     """Median rank correlation."""
 
 
+def _ranks(values: Array) -> Array:
+    return np.argsort(np.argsort(values)).astype(float)
+
+
 def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
     """Rank groups of (predicted, measured) with four layouts or more. None without such a group."""
     regrets = []
@@ -72,8 +76,7 @@ def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
         order = np.argsort(predicted, kind="stable")
         top = measured[order[:3]]
         regrets.append(np.array([top[0], top.min()]) / measured.min() - 1)
-        ranks = [np.argsort(np.argsort(values)).astype(float) for values in (predicted, measured)]
-        correlations.append(np.corrcoef(*ranks)[0, 1])
+        correlations.append(np.corrcoef(_ranks(predicted), _ranks(measured))[0, 1])
     if not regrets:
         return None
     first, best_of_three = np.array(regrets).T

@@ -110,9 +110,10 @@ def variants_of(index: int, row: Row) -> list[Variant]:
         batch = int(micro_batch * dp)
         assumed.append(f"global_batch {batch}: one micro-batch a rank")
     per_rank = batch / dp
-    sizes = [micro_batch]
     if micro_batch is None:
         sizes = [size for size in (1, 2, 4, 8, 16) if size <= per_rank] or [1]
+    else:
+        sizes = [micro_batch]
 
     variants = []
     for size in sizes:

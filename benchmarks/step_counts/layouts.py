@@ -28,9 +28,12 @@ class Layout:
 
     @property
     def workload(self) -> Workload:
-        sizes = {"layers": 4, "hidden": 64, "intermediate": 176, "heads": 4, "sequence": 32}
         return Workload(
-            **sizes,
+            layers=4,
+            hidden=64,
+            intermediate=176,
+            heads=4,
+            sequence=32,
             vocabulary=256,
             micro_batches=self.accumulation,
             ranks=self.ranks,

@@ -40,8 +40,9 @@ class Sharding:
 
 def replicated(layout: Layout, sharding: Sharding, device: torch.device) -> Step:
     model = build_model(layout.workload).to(device)
-    settings = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-    model = DistributedDataParallel(model, device_ids=[device.index], **settings)
+    model = DistributedDataParallel(
+        model, device_ids=[device.index], gradient_as_bucket_view=True, broadcast_buffers=False
+    )
     return _data_parallel_step(model, layout, device)
 
 

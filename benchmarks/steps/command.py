@@ -52,7 +52,7 @@ def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
     is_good = True
     with tempfile.TemporaryDirectory(prefix=f"{benchmark.name}_") as logs:
         for scene in scenes:
-            sizes = dict(scene.sizes)
+            sizes: dict[str, Any] = dict(scene.sizes)
             if options.quick:
                 sizes |= QUICK_SIZES
             selected = {}

@@ -64,8 +64,9 @@ def alone(workload: Workload) -> Step:
 def _replicated(workload: Workload) -> nn.Module:
     dist.init_process_group("gloo")
     model = build_model(workload)
-    settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
-    return DistributedDataParallel(model, **settings)
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+    )
 
 
 def _step(

@@ -174,8 +174,14 @@ class _Run:
             command = [sys.executable, "-m", "plait", "launch", "--nproc-per-node", str(ranks)]
             command += ["--log-dir", f"{folder}/logs"]
             command += ["-m", "tools.faults.worker", json.dumps(plan)]
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            process = subprocess.Popen(command, text=True, env=environment(), cwd=ROOT, **pipes)
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment(),
+                cwd=ROOT,
+            )
             reader = threading.Thread(target=self._read, args=(process.stderr,), daemon=True)
             reader.start()
             try:

@@ -76,13 +76,13 @@ class _ForkedServer(forkserver.ForkServer):
     `multiprocessing` would start a new interpreter.
     """
 
-    def ensure_running(self) -> None:
+    def ensure_running(self: Any) -> None:  # names that the library keeps private
         with self._lock:
             resource_tracker.ensure_running()
             if self._forkserver_pid is not None:
                 return
             listener = socket.socket(socket.AF_UNIX)
-            address: Any = connection.arbitrary_address("AF_UNIX")
+            address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
             listener.bind(address)
             listener.listen()
             all_alive, alive = os.pipe()

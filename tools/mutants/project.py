@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
+def environment(root: Path = ROOT, /, **variables: str) -> dict[str, str]:
     """Return the environment of a command that imports the sources below `root`."""
     paths = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **paths, **variables}
