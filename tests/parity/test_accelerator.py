@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from plait.errors import CheckpointError
 from tests.covers import proof_after
 from tests.parity import adapted, trainers
 from tests.parity.trainers import zero
@@ -239,3 +244,86 @@ def test_resume_in_mid_epoch_on_another_layout(pool, tmp_path, name):
     for losses, steps in pool.run(next_world, resumed, next_config, str(tmp_path), False, seedable):
         assert steps == 12
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class Creates:
+    """An object whose pickle creates a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class Pickled(StepCounter):
+    """An object of the user whose state is not plain data."""
+
+    def state_dict(self):
+        return {"steps": self}
+
+
+def interrupted_saves(rank, world, folder):
+    """Save twice to one folder, of which the second save is interrupted. Runs on every rank."""
+    with trainers.launched(rank, world):
+        from plait.hf import Accelerator
+
+        def prepared(*registered):
+            accelerator = Accelerator(cpu=True)
+            model = trainers.model(DTYPE)
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            model, optimizer, schedule = accelerator.prepare(
+                model, optimizer, schedule_of(optimizer)
+            )
+            for entry in registered:
+                accelerator.register_for_checkpointing(entry)
+
+            def step():
+                batch = trainers.samples(1)[0]
+                accelerator.backward(
+                    model(input_ids=batch["input_ids"][None]).logits.square().mean()
+                )
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+
+            return accelerator, schedule, step
+
+        def ends(*registered):
+            accelerator, schedule, _ = prepared(*registered)
+            accelerator.load_state(folder)
+            steps = accelerator.engine.global_steps
+            accelerator.free_memory()
+            return steps, schedule.scheduler.last_epoch
+
+        # Schedules belong to the engine's checkpoint.
+        accelerator, _, step = prepared()
+        for _ in range(2):
+            step()
+            with patch("torch.save", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+                accelerator.save_state(folder)
+        accelerator.free_memory()
+        steps, position = ends()
+        assert steps == position == 2
+
+        accelerator, _, step = prepared(StepCounter())
+        step()
+        accelerator.save_state(folder)
+        # A state that cannot be loaded is refused, and the file of the earlier save stays.
+        accelerator._custom_objects = [Pickled()]
+        with pytest.raises(CheckpointError, match=r"Pickled contains .*Pickled, whose code would"):
+            accelerator.save_state(folder)
+        accelerator.free_memory()
+        assert ends(StepCounter()) == (1, 1)
+        with pytest.raises(CheckpointError, match="1 objects, but 0 were given to .*register_for"):
+            ends()
+
+        canary = Path(folder) / "created"
+        torch.save(Creates(str(canary)), Path(folder) / "custom_checkpoint_0.pkl")
+        with pytest.raises(CheckpointError, match=r"custom_checkpoint_0.pkl .* does not belong to"):
+            ends(StepCounter())
+        assert not canary.exists()
+
+
+def test_interrupted_saves_and_changed_files(pool, tmp_path):
+    pool.run(1, interrupted_saves, str(tmp_path))

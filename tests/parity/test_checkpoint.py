@@ -3,6 +3,9 @@
 import pytest
 
 import plait
+from plait.engine.engine import Engine
+from plait.engine.weights import load_weights_of
+from plait.errors import CheckpointError
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.parity.full_tensors import assert_equal, full_weights
@@ -50,9 +53,18 @@ def test_resume_on_an_uneven_layout(pool, tmp_path):
 
 def load_into_another_model(rank, world, folder):
     """Runs on every rank."""
-    model = cases.PlainModel(tied=True, width=16).double()
-    with pytest.raises(plait.PlaitError, match=r"(?s)is of another model.*embed\.weight"):
-        plait.initialize(model, config(world, 0)).load_checkpoint(folder)
+    for fields, name in (
+        ({"width": 16}, "embed.weight"),
+        ({"layers": 2}, "blocks.2."),
+        ({"layers": 4}, "blocks.3."),
+    ):
+        model = cases.PlainModel(tied=True, **fields).double()
+        engine = plait.initialize(model, config(world, 0))
+        before = full_weights(engine.model)
+        for load in (Engine.load_checkpoint, load_weights_of):
+            with pytest.raises(CheckpointError, match=rf"(?s)is of another model.*{name}"):
+                load(engine, folder, tag=None)
+            assert_equal(full_weights(engine.model), before)
 
 
 def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path):

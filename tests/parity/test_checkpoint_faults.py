@@ -17,6 +17,7 @@ from plait.checkpoint import save as save_module
 from plait.checkpoint.folder import candidates, list_complete
 from plait.checkpoint.inspect import differences, open_checkpoint
 from plait.checkpoint.load import Reader
+from plait.engine.weights import load_weights_of
 from plait.errors import CheckpointError
 from tests.parity import cases
 from tests.parity.data_parallel import settings
@@ -102,6 +103,18 @@ def load_damaged(rank, world, folder):
         loaded = engine.load_checkpoint(folder, verify=verify, on_note=notes.append)
         assert loaded is not None and loaded[0].name == "one"
         assert engine.global_steps == 1
+        assert_equal(full_weights(engine.model), first_weights)
+
+    # Weights alone are read with the same care.
+    for tag in ("two", None):
+        step(engine, 2)
+        trained = full_weights(engine.model)
+        if tag is not None:
+            assert "00001.safetensors" in message_of(load_weights_of, engine, folder, tag=tag)
+            assert_equal(full_weights(engine.model), trained)
+            continue
+        reader = load_weights_of(engine, folder, tag=tag)
+        assert reader is not None and reader.path.name == "one"
         assert_equal(full_weights(engine.model), first_weights)
     return detected, notes
 

@@ -247,18 +247,22 @@ def resumed(rank, world, config, folder, steps, save_at):
     """
     batches = [step[rank] for step in cases.steps_for("llama", world, steps=steps)]
     engine = engine_of(config)
-    for batch in batches[:save_at]:
-        engine.train_batch(batch)
+    engine.save_checkpoint(folder, tag="start")
+    first_losses = [float(engine.train_batch(batch)) for batch in batches[:save_at]]
     engine.save_checkpoint(folder)
     copy = engine_of(config)
     copy.load_checkpoint(folder)
     with patch("plait.parallel.data.compression.Residuals.load_state", lambda *_: None):
         without_errors = engine_of(config)
         without_errors.load_checkpoint(folder)
-    return [
+    losses = [
         [float(each.train_batch(batch)) for batch in batches[save_at:]]
         for each in (engine, copy, without_errors)
     ]
+    # Errors of this run do not reach the steps after a load.
+    engine.load_checkpoint(folder, tag="start")
+    assert [float(engine.train_batch(batch)) for batch in batches[:save_at]] == first_losses
+    return losses
 
 
 @pytest.mark.parametrize(

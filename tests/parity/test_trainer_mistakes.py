@@ -49,6 +49,16 @@ def test_samples_without_targets(pool, tmp_path, first):
         assert actual[key] == pytest.approx(expected[key], rel=1e-5)
 
 
+def replace_file(rank, path, content):
+    """Write a file on rank 0 while the others wait. None removes it."""
+    dist.barrier()
+    if rank == 0 and content is None:
+        path.unlink()
+    elif rank == 0:
+        path.write_bytes(content)
+    dist.barrier()
+
+
 def make_mistakes(rank, world, folder):
     """Runs on every rank."""
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
@@ -67,15 +77,19 @@ def make_mistakes(rank, world, folder):
         with pytest.raises(InputError, match=message):
             empty.train()
 
+        schedule = Path(folder) / "checkpoint-1" / "scheduler.pt"
+        content = schedule.read_bytes()
+        message = "checkpoint-1.*scheduler.pt.*; pass another checkpoint-N"
+        for damaged in (content[: len(content) // 2], None):
+            replace_file(rank, schedule, damaged)
+            with pytest.raises(CheckpointError, match=message):
+                trainer.train(resume_from_checkpoint=str(schedule.parent))
+        replace_file(rank, schedule, content)
+
         state = Path(folder) / "checkpoint-1" / "trainer_state.json"
         message = "checkpoint-1.*trainer_state.json.*; pass another checkpoint-N"
-        for content in (state.read_text(encoding="utf-8")[:50], "[]", '{"no_such_field": 1}', None):
-            dist.barrier()
-            if rank == 0 and content is None:
-                state.unlink()
-            elif rank == 0:
-                state.write_text(content, encoding="utf-8")
-            dist.barrier()
+        for content in (state.read_bytes()[:50], b"[]", b'{"no_such_field": 1}', None):
+            replace_file(rank, state, content)
             with pytest.raises(CheckpointError, match=message):
                 trainer.train(resume_from_checkpoint=str(state.parent))
 

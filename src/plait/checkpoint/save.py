@@ -50,7 +50,7 @@ from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
 from plait.comm.collectives import AsyncMaximum
-from plait.comm.failures import naming, run_on_all_ranks
+from plait.comm.failures import run_on_all_ranks
 from plait.comm.watch import WATCH
 from plait.errors import CheckpointError, CommunicationError
 from plait.hashing import seed_of, sha256_of
@@ -199,10 +199,9 @@ class _Save:
         self, work: Callable[[], T], row_of: Callable[[T], bytes] = lambda _: b""
     ) -> tuple[T, list[bytes]]:
         try:
-            with naming(self._doing):
-                return run_on_all_ranks(
-                    work, row_of, device=self._device, activity=self._doing, group=self._group
-                )
+            return run_on_all_ranks(
+                work, row_of, device=self._device, activity=self._doing, group=self._group
+            )
         except CommunicationError as error:
             # The group timed out. The files of the ranks that still write tell which disk is slow.
             missing = self._unwritten_files()

@@ -135,6 +135,7 @@ def run_on_all_ranks(
     Raises:
         PlaitError: The work of a rank failed. All ranks raise an `error_class` with the message of
             the lowest rank that failed.
+        CommunicationError: A rank has ended or did not answer in time.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -156,7 +157,8 @@ def run_on_all_ranks(
         + encoded.ljust(_RESULT_BYTES, b"\0")
         + message.ljust(_MESSAGE_BYTES, b"\0")
     )
-    rows = all_gather_bytes(row, device, group)
+    with naming(activity):
+        rows = all_gather_bytes(row, device, group)
     results_end = 2 + _RESULT_BYTES
     for rank, other in enumerate(rows):
         length = int.from_bytes(other[:2], "little")

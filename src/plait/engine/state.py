@@ -306,7 +306,7 @@ def load_engine(
     Raises:
         CheckpointError: The checkpoint does not fit the engine, or is damaged.
     """
-    opened = _open(engine, folder, tag, verify)
+    opened = open_checkpoint(engine, folder, tag, verify)
     if opened is None:
         return None
     reader, notes = opened
@@ -361,7 +361,7 @@ def load_engine(
     return reader.path, comparison.client
 
 
-def _open(
+def open_checkpoint(
     engine: EngineFacts, folder: Place, tag: str | None, verify: Verify
 ) -> tuple[Reader, list[str]] | None:
     """Open a checkpoint and verify it. Collective.

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from plait._torch.modules import is_persistent
 from plait.checkpoint import states
-from plait.checkpoint.folder import candidates
-from plait.checkpoint.load import Reader
+from plait.checkpoint.load import Reader, compare_model
 from plait.checkpoint.places import place_of
-from plait.comm.failures import naming
+from plait.comm.failures import naming, run_on_all_ranks
 from plait.engine.engine import Engine
-from plait.engine.state import trained_parameters
-from plait.errors import InputError
+from plait.engine.state import open_checkpoint, trained_parameters
+from plait.errors import InputError, warn
 from plait.parallel.techniques.data_parallel import free_gathered
 from plait.sharded.full_weights import gathered, local_tensors
+
+T = TypeVar("T")
 
 
 def full_weights(
@@ -93,7 +95,7 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
     Args:
         engine: The engine.
         folder: Folder of checkpoints.
-        tag: Name of the checkpoint. None: the newest.
+        tag: Name of the checkpoint. None: the newest one that is not damaged.
 
     Returns:
         The reader of the checkpoint, or None if there is none.
@@ -102,14 +104,25 @@ def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> R
         CheckpointError: The checkpoint is damaged, or of another model.
     """
     free_gathered(engine.model)
-    checkpoints = candidates(place_of(folder), tag)
-    if not checkpoints:
+    opened = open_checkpoint(engine, place_of(folder), tag, "full")
+    if opened is None:
         return None
-    reader = Reader(checkpoints[0])
-    reader.verify("full", rank=engine.rank, world=engine.world_size)
-    tensors, _ = states.model_content(engine.model, trained=trained_parameters(engine.optimizer))
-    reader.fill(tensors)
+    reader, notes = opened
+    trained = trained_parameters(engine.optimizer)
+    activity = f"checkpoint {reader.path}"
+
+    def agreed(work: Callable[[], T]) -> T:
+        return run_on_all_ranks(work, device=engine.device, activity=activity)[0]
+
+    tensors, _ = agreed(lambda: states.model_content(engine.model, trained=trained))
+    # Nothing is written before the comparison, so a refused model keeps its weights.
+    shapes = states.model_shapes(tensors, engine.mesh.group("pp"))
+    agreed(lambda: compare_model(reader, shapes))
+    agreed(lambda: reader.fill(tensors))
     states.put_values(engine.model, reader.values)
+    if engine.rank == 0:
+        for note in notes:
+            warn(f"{reader.path.name}: {note}")
     return reader
 
 

@@ -2,11 +2,12 @@
 
 A folder `checkpoint-N` has the files of the Trainer. Its subfolder `plait` has the engine's
 checkpoint, from which a run resumes. A folder that `save_state` writes has the engine's checkpoint,
-the states of the schedulers, and the registered objects.
+with the states of the schedulers, and one file per registered object.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.checkpointing import load_custom_state, save_custom_state
 from safetensors import safe_open
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -22,10 +22,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from plait import exact
 from plait.checkpoint.folder import find_checkpoint
 from plait.cluster.topology import place
+from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, unsplit_model
-from plait.errors import CheckpointError, InputError, Problem, warn
+from plait.errors import CheckpointError, InputError, Problem, first_line, warn
 from plait.hf.accelerator import FULL_WEIGHTS
 from plait.model.adapters import adapter_names, with_full_prompts
 from plait.sharded.shards_as_weights import refuse_given_shards
@@ -155,8 +156,15 @@ class CheckpointMixin:
                 " samples per step equal, or set ignore_data_skip=True"
             )
         schedule = Path(checkpoint) / "scheduler.pt"
-        if schedule.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        try:
+            state = torch.load(schedule, weights_only=True)
+        except Exception as error:  # torch raises errors of many classes
+            raise CheckpointError(
+                f"{schedule}, which has the position in the learning-rate schedule, does not exist"
+                f" or cannot be read ({type(error).__name__}: {first_line(error)}); pass another"
+                " checkpoint-N of the run"
+            ) from error
+        self.lr_scheduler.load_state_dict(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a folder that contains no checkpoint of the engine.
@@ -259,6 +267,8 @@ def _require_state(folder: Path) -> None:
 _ORDERS = "orders"
 _EPOCHS = "epochs"
 _STEP = "accumulation step"
+_SCHEDULES = "schedules"
+_OBJECTS = "sha256 of the files of registered objects"
 
 
 class LoopCheckpoints:
@@ -278,12 +288,15 @@ class LoopCheckpoints:
     ) -> str:
         """Write the training state to a folder. Collective.
 
-        `output_dir/plait` has the model, optimizer, loss scale, random generators and the order of
-        the data. It loads on any layout. `output_dir` also has the schedulers and the objects that
-        were registered with `register_for_checkpointing`.
+        `output_dir/plait` has the model, optimizer, schedulers, loss scale, random generators and
+        the order of the data. It loads on any layout. `output_dir` also has the states of the
+        objects that were registered with `register_for_checkpointing`.
 
         Returns:
             The folder.
+
+        Raises:
+            CheckpointError: A state cannot be saved.
         """
         engine = self._require_engine("save_state")
         if output_dir is None:
@@ -293,20 +306,32 @@ class LoopCheckpoints:
                 f"accelerator.save_state({', '.join(kwargs)}=): Plait writes its own files; leave"
                 " it out"
             )
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(output_dir)
+
+        def write_objects() -> dict[str, str]:
+            # The client state of the first rank is saved.
+            if not self.is_main_process:
+                return {}
+            folder.mkdir(parents=True, exist_ok=True)
+            return {
+                path.name: _write_object(entry, path)
+                for path, entry in _object_files(folder, self._custom_objects)
+            }
+
+        # Before the engine's checkpoint, which has their hashes: a save that is interrupted between
+        # the two is recognised.
+        objects, _ = run_on_all_ranks(
+            write_objects, device=engine.device, activity=f"accelerator.save_state({output_dir!r})"
+        )
         reading = bool(self.gradient_state.in_dataloader)
         client = {
             _ORDERS: [order.state(reading=reading) for order in self._orders],
             _EPOCHS: [loader.iteration for loader in self._dataloaders],
             _STEP: self.step,
+            _SCHEDULES: [scheduler.state_dict() for scheduler in self._schedulers],
+            _OBJECTS: objects,
         }
         engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
-        if self.is_main_process:
-            states = [scheduler.state_dict() for scheduler in self._schedulers]
-            torch.save(states, Path(output_dir) / "schedulers.pt")
-            for index, entry in enumerate(self._custom_objects):
-                save_custom_state(entry, output_dir, index)
-        self.wait_for_everyone()  # type: ignore[attr-defined]
         return output_dir
 
     def load_state(
@@ -337,27 +362,46 @@ class LoopCheckpoints:
                 " plait.hf.Accelerator writes; pass a folder that it wrote"
             )
         _, client = loaded
-        states = torch.load(Path(input_dir) / "schedulers.pt", weights_only=True)
-        for name, saved, prepared in (
-            ("loaders", client[_EPOCHS], self._dataloaders),
-            ("shuffled loaders", client[_ORDERS], self._orders),
-            ("schedules", states, self._schedulers),
+        if not {_ORDERS, _EPOCHS, _STEP, _SCHEDULES, _OBJECTS} <= client.keys():
+            raise CheckpointError(
+                f"{input_dir} was not written by accelerator.save_state of this version of"
+                " plait.hf.Accelerator; pass a folder that it wrote"
+            )
+        for name, saved, prepared, call in (
+            ("loaders", client[_EPOCHS], self._dataloaders, "prepare"),
+            ("shuffled loaders", client[_ORDERS], self._orders, "prepare"),
+            ("schedules", client[_SCHEDULES], self._schedulers, "prepare"),
+            (
+                "objects",
+                client[_OBJECTS],
+                self._custom_objects,
+                "register_for_checkpointing",
+            ),
         ):
             if len(saved) != len(prepared):
                 raise CheckpointError(
                     f"{input_dir} was written with {len(saved)} {name}, but {len(prepared)} were"
-                    " given to accelerator.prepare; prepare the same objects before load_state"
+                    f" given to accelerator.{call}; pass the same objects before load_state"
                 )
 
+        def read_objects() -> list[Any]:
+            return [
+                _read_object(path, client[_OBJECTS][path.name])
+                for path, _ in _object_files(Path(input_dir), self._custom_objects)
+            ]
+
+        states, _ = run_on_all_ranks(
+            read_objects, device=engine.device, activity=f"accelerator.load_state({input_dir!r})"
+        )
         for loader, epoch in zip(self._dataloaders, client[_EPOCHS], strict=True):
             loader.iteration = epoch
         for order, state in zip(self._orders, client[_ORDERS], strict=True):
             order.restore(state)
-        for scheduler, state in zip(self._schedulers, states, strict=True):
+        for scheduler, state in zip(self._schedulers, client[_SCHEDULES], strict=True):
             scheduler.load_state_dict(state)
         self.step = client[_STEP]
-        for index, entry in enumerate(self._custom_objects):
-            load_custom_state(entry, input_dir, index)
+        for entry, state in zip(self._custom_objects, states, strict=True):
+            entry.load_state_dict(state)
 
     def save_model(
         self,
@@ -388,6 +432,57 @@ class LoopCheckpoints:
                 " optimizer, ...) first"
             )
         return self.engine
+
+
+def _object_files(folder: Path, objects: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield (file of its state, registered object), with the names that Accelerate uses."""
+    for index, entry in enumerate(objects):
+        yield folder / f"custom_checkpoint_{index}.pkl", entry
+
+
+def _write_object(entry: Any, path: Path) -> str:
+    """Write the state of a registered object, and return the sha256 of the file.
+
+    Raises:
+        CheckpointError: `_read_object` could not load the state.
+    """
+    # A failure leaves the file of an earlier save as it is.
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        torch.save(entry.state_dict(), partial)
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(partial)
+        if classes:
+            raise CheckpointError(
+                f"the state of the registered {type(entry).__name__} contains {', '.join(classes)},"
+                " whose code would run when the state is loaded; let state_dict() return tensors,"
+                " numbers, text, lists and dicts, or allow the class with"
+                " torch.serialization.add_safe_globals"
+            )
+        sha256 = _sha256_of_file(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return sha256
+
+
+def _read_object(path: Path, sha256: str) -> Any:
+    """Return the state of a registered object.
+
+    Raises:
+        CheckpointError: The file is missing, or is not the one that was written.
+    """
+    if not path.is_file() or _sha256_of_file(path) != sha256:
+        raise CheckpointError(
+            f"{path} is missing or does not belong to {path.parent / TAG}: it was changed, or a"
+            " later save was interrupted; load another folder"
+        )
+    # Never with code: whoever can change the file could also change the hash.
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _sha256_of_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class DrawnOrder:

@@ -88,15 +88,16 @@ class Residuals(StepHook):
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore the tensors that have the same shape in this run.
 
-        Tensors of another shape are reset, which loses the compression error of one step.
+        Other residuals are reset, which loses the compression error of one step. Those of this
+        engine's own last step belong to gradients that the checkpoint does not have.
         """
         if self._reducer is not None:
             for name, tensor in self._reducer.reduction.state.items():
                 # Shapes differ if this run has other buckets.
                 if name in saved and saved[name].shape == tensor.shape:
                     tensor.copy_(saved[name])
-        if not saved:
-            return
+                elif is_residual(name):
+                    tensor.zero_()
         for name, scatter in self.units.items():
             scatter.carried.replace(
                 {
