@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -309,6 +309,27 @@ def interrupted_saves(rank, world, folder):
         accelerator, _, step = prepared(StepCounter())
         step()
         accelerator.save_state(folder)
+        # A save that is interrupted before the engine's checkpoint leaves the one before it.
+        counter = StepCounter()
+        counter.steps = 7
+        for interrupted in ("save_checkpoint", None):
+            accelerator._custom_objects = [counter]
+            patched = nullcontext()
+            if interrupted:
+                patched = patch.object(accelerator.engine, interrupted, side_effect=OSError)
+            with patched, suppress(OSError):
+                accelerator.save_state(folder)
+            loaded = StepCounter()
+            accelerator._custom_objects = [loaded]
+            accelerator.load_state(folder)
+            assert loaded.steps == (0 if interrupted else 7)
+        assert len(list(Path(folder).glob("custom_checkpoint_*"))) == 1
+
+        # The checkpoint that is replaced counts until the new one is there.
+        (Path(folder) / "plait").rename(Path(folder) / ".plait.replaced")
+        accelerator.load_state(folder)
+        (Path(folder) / ".plait.replaced").rename(Path(folder) / "plait")
+
         # A state that cannot be loaded is refused, and the file of the earlier save stays.
         accelerator._custom_objects = [Pickled()]
         with pytest.raises(CheckpointError, match=r"Pickled contains .*Pickled, whose code would"):
@@ -319,8 +340,9 @@ def interrupted_saves(rank, world, folder):
             ends()
 
         canary = Path(folder) / "created"
-        torch.save(Creates(str(canary)), Path(folder) / "custom_checkpoint_0.pkl")
-        with pytest.raises(CheckpointError, match=r"custom_checkpoint_0.pkl .* does not belong to"):
+        (saved,) = Path(folder).glob("custom_checkpoint_0-*.pkl")
+        torch.save(Creates(str(canary)), saved)
+        with pytest.raises(CheckpointError, match=r"custom_checkpoint_0-.* is missing or damaged"):
             ends(StepCounter())
         assert not canary.exists()
 

@@ -20,7 +20,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from plait import exact
-from plait.checkpoint.folder import find_checkpoint
+from plait.checkpoint.folder import find_checkpoint, list_complete
 from plait.cluster.topology import place
 from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved
@@ -306,21 +306,15 @@ class LoopCheckpoints:
                 f"accelerator.save_state({', '.join(kwargs)}=): Plait writes its own files; leave"
                 " it out"
             )
-        folder = Path(output_dir)
 
-        def write_objects() -> dict[str, str]:
+        def write_objects() -> list[str]:
             # The client state of the first rank is saved.
             if not self.is_main_process:
-                return {}
-            folder.mkdir(parents=True, exist_ok=True)
-            return {
-                path.name: _write_object(entry, path)
-                for path, entry in _object_files(folder, self._custom_objects)
-            }
+                return []
+            return _write_objects(self._custom_objects, Path(output_dir))
 
-        # Before the engine's checkpoint, which has their hashes: a save that is interrupted between
-        # the two is recognised.
-        objects, _ = run_on_all_ranks(
+        # Before the engine's checkpoint, which has their hashes.
+        hashes, _ = run_on_all_ranks(
             write_objects, device=engine.device, activity=f"accelerator.save_state({output_dir!r})"
         )
         reading = bool(self.gradient_state.in_dataloader)
@@ -329,9 +323,11 @@ class LoopCheckpoints:
             _EPOCHS: [loader.iteration for loader in self._dataloaders],
             _STEP: self.step,
             _SCHEDULES: [scheduler.state_dict() for scheduler in self._schedulers],
-            _OBJECTS: objects,
+            _OBJECTS: hashes,
         }
         engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
+        if self.is_main_process:
+            _remove_objects(Path(output_dir), keep=hashes)
         return output_dir
 
     def load_state(
@@ -354,7 +350,8 @@ class LoopCheckpoints:
                 " arguments"
             )
         loaded = None
-        if (Path(input_dir) / TAG).is_dir():
+        # A save that was interrupted may leave only the checkpoint that it was to replace.
+        if (Path(input_dir) / TAG).is_dir() or list_complete(Path(input_dir)):
             loaded = engine.load_checkpoint(input_dir, tag=TAG)
         if loaded is None:
             raise CheckpointError(
@@ -385,10 +382,8 @@ class LoopCheckpoints:
                 )
 
         def read_objects() -> list[Any]:
-            return [
-                _read_object(path, client[_OBJECTS][path.name])
-                for path, _ in _object_files(Path(input_dir), self._custom_objects)
-            ]
+            hashes = enumerate(client[_OBJECTS])
+            return [_read_object(Path(input_dir), index, sha256) for index, sha256 in hashes]
 
         states, _ = run_on_all_ranks(
             read_objects, device=engine.device, activity=f"accelerator.load_state({input_dir!r})"
@@ -434,50 +429,73 @@ class LoopCheckpoints:
         return self.engine
 
 
-def _object_files(folder: Path, objects: Sequence[Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield (file of its state, registered object), with the names that Accelerate uses."""
-    for index, entry in enumerate(objects):
-        yield folder / f"custom_checkpoint_{index}.pkl", entry
+def _object_file(folder: Path, index: int, sha256: str) -> Path:
+    """Return the file of the state of a registered object.
+
+    Its name contains its hash, so a save does not replace the file that the checkpoint before it
+    needs until the new checkpoint is complete.
+    """
+    return folder / f"custom_checkpoint_{index}-{sha256}.pkl"
 
 
-def _write_object(entry: Any, path: Path) -> str:
-    """Write the state of a registered object, and return the sha256 of the file.
+def _write_objects(objects: Sequence[Any], folder: Path) -> list[str]:
+    """Write the states of registered objects, and return the sha256 of each file.
 
     Raises:
-        CheckpointError: `_read_object` could not load the state.
+        CheckpointError: `_read_object` could not load a state.
     """
-    # A failure leaves the file of an earlier save as it is.
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        torch.save(entry.state_dict(), partial)
-        classes = torch.serialization.get_unsafe_globals_in_checkpoint(partial)
-        if classes:
-            raise CheckpointError(
-                f"the state of the registered {type(entry).__name__} contains {', '.join(classes)},"
-                " whose code would run when the state is loaded; let state_dict() return tensors,"
-                " numbers, text, lists and dicts, or allow the class with"
-                " torch.serialization.add_safe_globals"
-            )
-        sha256 = _sha256_of_file(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return sha256
+    folder.mkdir(parents=True, exist_ok=True)
+    hashes = []
+    for index, entry in enumerate(objects):
+        partial = folder / f".custom_checkpoint_{index}.part"
+        try:
+            torch.save(entry.state_dict(), partial)
+            classes = torch.serialization.get_unsafe_globals_in_checkpoint(partial)
+            if classes:
+                raise CheckpointError(
+                    f"the state of the registered {type(entry).__name__} contains"
+                    f" {', '.join(classes)}, whose code would run when the state is loaded; let"
+                    " state_dict() return tensors, numbers, text, lists and dicts, or allow the"
+                    " class with torch.serialization.add_safe_globals"
+                )
+            sha256 = _sha256_of_file(partial)
+            partial.replace(_object_file(folder, index, sha256))
+        finally:
+            partial.unlink(missing_ok=True)
+        hashes.append(sha256)
+    return hashes
 
 
-def _read_object(path: Path, sha256: str) -> Any:
+def _read_object(folder: Path, index: int, sha256: str) -> Any:
     """Return the state of a registered object.
 
     Raises:
         CheckpointError: The file is missing, or is not the one that was written.
     """
+    path = _object_file(folder, index, sha256)
     if not path.is_file() or _sha256_of_file(path) != sha256:
         raise CheckpointError(
-            f"{path} is missing or does not belong to {path.parent / TAG}: it was changed, or a"
-            " later save was interrupted; load another folder"
+            f"{path}, the state of a registered object, is missing or damaged; load another folder"
         )
     # Never with code: whoever can change the file could also change the hash.
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _remove_objects(folder: Path, *, keep: Sequence[str]) -> None:
+    """Remove the states of registered objects that no complete checkpoint in `folder` needs.
+
+    The newest save may still be written in the background. Its files are kept too.
+    """
+    needed = {_object_file(folder, index, sha256) for index, sha256 in enumerate(keep)}
+    for checkpoint in list_complete(folder):
+        if checkpoint.manifest.tag == TAG:
+            state = checkpoint.manifest.metadata["client_state"]
+            client = exact.decode(state, where="client_state")
+            for index, sha256 in enumerate(client[_OBJECTS]):
+                needed.add(_object_file(folder, index, sha256))
+    for path in folder.glob("custom_checkpoint_*-*.pkl"):
+        if path not in needed:
+            path.unlink(missing_ok=True)
 
 
 def _sha256_of_file(path: Path) -> str:
