@@ -6,13 +6,16 @@ The backend `aot_eager` is torch.compile without the code generation, which take
 from typing import Any
 
 import pytest
+import torch
 
 import plait
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import engine_trace
 from tests.covers import proof_after
-from tests.parity import cases
+from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import assert_same, reference, settings
+from tests.parity.full_tensors import full_weights
+from tests.parity.mean_losses import close, mean_loss
 
 
 def config_of(stage, recompute="none"):
@@ -62,3 +65,29 @@ def test_compiled_blocks_with_shards_in_files(pool, tmp_path):
     config = config_of(3)
     config["zero_optimization"] |= {"offload_optimizer": files, "offload_param": files}
     check(pool, config)
+
+
+def train_a_compiled_model(rank, world):
+    """Return the weights of a loop that compiles the model, and of one that does not.
+
+    Runs on every rank.
+    """
+    weights = []
+    for compiles in (False, True):
+        model = cases.build("plain", tied=True)
+        config = tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain"))
+        plait.parallelize(model, config)
+        called = torch.compile(model, backend="eager") if compiles else model
+        optimizer = cases.adamw(list(model.parameters()))
+        for (micro_batch,) in cases.ragged_steps(1, steps=3, keys=()):
+            mean_loss(called, micro_batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(full_weights(model))
+    return weights
+
+
+def test_a_model_that_its_loop_compiles(pool):
+    """torch.compile traces the hooks of a model that it compiles as a whole."""
+    for expected, weights in pool.run(2, train_a_compiled_model):
+        close(weights, expected)

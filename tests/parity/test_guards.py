@@ -119,3 +119,31 @@ def test_a_block_that_is_bypassed_is_explained(pool):
         for message in messages:
             assert message.startswith("BypassesBlocks.forward computes with"), message
             assert "list the modules that are called in parallel.blocks" in message
+
+
+class ReplacedForward(cases.PlainModel):
+    """A model whose forward the test replaces in the class."""
+
+
+def doubled_logits(model, input_ids):
+    output = cases.PlainModel.forward(model, input_ids)
+    output.logits = output.logits * 2
+    return output
+
+
+def replace_the_forward_of_the_class(rank, world):
+    """Return the ratio of the logits after to those before. Runs on every rank."""
+    torch.manual_seed(0)
+    model = ReplacedForward(tied=False)
+    plait.parallelize(model, settings(2, 3, 1, 1))
+    ids = torch.arange(3)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        ReplacedForward.forward = doubled_logits  # type: ignore[method-assign]
+        return model(ids).logits / before
+
+
+def test_a_forward_replaced_in_the_class_is_called(pool):
+    """Patches of kernels replace the forward of a class, also after the model was sharded."""
+    for ratio in pool.run(2, replace_the_forward_of_the_class):
+        torch.testing.assert_close(ratio, torch.full_like(ratio, 2.0))

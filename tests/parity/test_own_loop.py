@@ -264,3 +264,26 @@ def test_a_step_inside_of_a_backward_is_refused(pool, stage):
     """It would decay parameters that no rank used, and stage 0 has not reduced anything."""
     for message in pool.run(2, step_in_a_hook, stage):
         assert message.startswith("optimizer.step() was called inside loss.backward()")
+
+
+def move_between_steps(rank, world, config):
+    """Return the weights with and without calls of `model.to`. Runs on every rank."""
+    weights = []
+    for moves in (False, True):
+        model = cases.build("plain", tied=True)
+        sharded = plait.parallelize(model, config)
+        optimizer = cases.adamw(list(model.parameters()))
+        for step in cases.ragged_steps(world, steps=STEPS, keys=()):
+            if moves:
+                model.to(sharded.device).to(torch.float64)
+            mean_loss(model(step[rank]["input_ids"]), step[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(weights_of(model))
+    return weights
+
+
+def test_a_model_may_be_moved_to_its_device(pool):
+    """torch swaps shards that it moves, which a weak reference to a shard prevents."""
+    for expected, weights in pool.run(2, move_between_steps, layout(dp=2, stage=3)):
+        close(weights, expected, atol=0)

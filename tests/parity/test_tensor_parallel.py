@@ -3,6 +3,7 @@
 Model families have a plan of Transformers or none.
 """
 
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -10,10 +11,15 @@ import torch
 from torch import nn
 
 import plait
+from plait.errors import InputError
+from plait.losses.loss import CausalLMLoss
 from plait.verify.keep_float64 import keeping_float64
+from plait.verify.parity import engine_trace, reference_trace
 from tests.covers import cover
 from tests.parity import cases
+from tests.parity.data_parallel import CLIPPING, assert_same, materialise_model
 from tests.parity.data_parallel import materialised as one_process_model
+from tests.parity.refusals import message_of
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
 
 
@@ -161,3 +167,99 @@ def test_dropout_is_shared_over_tp_and_differs_over_dp(pool, stage):
         assert losses == results[0][0]
         assert torch.equal(state, generators[dp_rank])
     assert not torch.equal(generators[0], generators[1])
+
+
+class EmbeddedModel(cases.PlainModel):
+    """A model whose output also has the embeddings and the last hidden states."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        # Sequence parallelism refuses a layer that is neither split nor a norm.
+        for block in self.blocks:
+            del block.side
+
+    def forward(self, input_ids):
+        embedded = self.embed(input_ids)
+        hidden = embedded
+        for block in self.blocks:
+            hidden = block(hidden, False)
+        return PenaltyOutput(self.head(hidden), embedded, hidden)
+
+
+@dataclass
+class PenaltyOutput:
+    """Output of `EmbeddedModel`."""
+
+    logits: torch.Tensor
+    embedded: torch.Tensor
+    hidden: torch.Tensor
+
+
+class PenaltyLoss(CausalLMLoss):
+    """Cross entropy plus a gradient penalty on the embeddings.
+
+    Args:
+        of: The value whose gradient is penalised, "loss" or "hidden" states.
+    """
+
+    split_logits = True
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, output, batch):
+        loss, weight = super().__call__(output, batch)
+        value = loss if self.of == "loss" else output.hidden.square().sum()
+        (slope,) = torch.autograd.grad(value, output.embedded, create_graph=True)
+        return loss + slope.square().sum(), weight
+
+
+def embedded_model():
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        return EmbeddedModel().double()
+
+
+def train_with_penalty(rank, world, of, parallel):
+    """Runs on every rank."""
+    config = settings(2, 2, 0, 1, 2, **plan("plain"), **parallel)
+    engine = plait.initialize(embedded_model(), config, loss_fn=PenaltyLoss(of))
+    return engine_trace(engine, cases.steps_for("plain", 2))
+
+
+PENALTIES = [
+    ("hidden", {}),
+    ("hidden", {"sequence": True}),
+    ("loss", {"loss_parallel": False}),
+]
+
+
+@pytest.mark.parametrize(("of", "parallel"), PENALTIES, ids=["tp", "sp", "full logits"])
+def test_a_gradient_penalty(pool, of, parallel):
+    """The collectives of a backward have a backward themselves."""
+    expected = reference_trace(
+        materialise_model(embedded_model()),
+        cases.steps_for("plain", 2),
+        loss_fn=PenaltyLoss(of),
+        optimizer=cases.adamw,
+        clipping=CLIPPING,
+    )
+    assert_same(expected, pool.run(2, train_with_penalty, of, parallel)[0])
+
+
+def refused_penalty(rank, world, of, parallel):
+    """Return the message about a penalty. Runs on every rank."""
+    return message_of(train_with_penalty, rank, world, of, parallel, error=InputError)
+
+
+@pytest.mark.parametrize(
+    ("of", "parallel", "remedy"),
+    [
+        ("loss", {}, "use parallel.loss_parallel = false"),
+        ("hidden", {"tensor_overlap": 2}, "use parallel.tensor_overlap = 0"),
+    ],
+    ids=["split logits", "overlap"],
+)
+def test_a_gradient_penalty_that_is_refused(pool, of, parallel, remedy):
+    for message in pool.run(2, refused_penalty, of, parallel):
+        assert message.endswith(remedy)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 import plait
+from plait.errors import InputError
 from plait.verify.parity import full_tensor_on_cpu
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import materialised, settings
 from tests.parity.full_tensors import full_weights
 from tests.parity.mean_losses import close, mean_loss
+from tests.parity.refusals import message_of
 
 STEPS, MIX = 3, 0.3
 
@@ -83,3 +88,56 @@ def test_an_average_and_decay_by_a_rule(pool, config, batches):
     for weights, average in pool.run(2, train, config):
         close(weights, expected_weights)
         close(average, expected_average)
+
+
+RECOMPUTED = settings(2, 0, 1, 1)
+RECOMPUTED["parallel"] |= {"recompute": {"mode": "full"}}
+SPLIT = tensor_parallel.settings(2, 2, 0, 1, 1, **tensor_parallel.plan("plain"))
+
+
+def copy_and_train(rank, world, config):
+    """Return the logits before training, and those of a copy and a pickled copy after it.
+
+    Runs on every rank.
+    """
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, config)
+    steps = cases.ragged_steps(engine.dp_size, steps=STEPS, keys=())
+    ids = steps[0][0]["input_ids"]
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        before = model(ids).logits
+    for step in steps:
+        engine.backward(mean_loss(engine, step[engine.dp_rank])[0])
+        engine.step()
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, before)
+        return before, copied(ids).logits, loaded(ids).logits
+
+
+def test_a_copy_computes_with_its_own_weights(pool):
+    """The forwards that recomputation replaces call the blocks of the model."""
+    for before, *after in pool.run(2, copy_and_train, RECOMPUTED):
+        assert all(torch.equal(logits, before) for logits in after)
+
+
+def run_a_split_copy(rank, world, config):
+    """Return the message about a copy, and whether its advice works. Runs on every rank."""
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, config)
+    ids = cases.ragged_steps(1, keys=())[0][0]["input_ids"]
+    copied = copy.deepcopy(model)
+    message = message_of(copied, ids, error=InputError)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+        for parameter, average in zip(model.parameters(), copied.parameters(), strict=True):
+            parameter.copy_(average)
+        return message, torch.equal(model(ids).logits, expected)
+
+
+def test_a_copy_of_a_split_model_is_refused(pool):
+    for message, is_advice_right in pool.run(2, run_a_split_copy, SPLIT):
+        assert "copy them into the trained model (parameter.copy_ under torch.no_grad())" in message
+        assert is_advice_right

@@ -11,6 +11,7 @@ earlier micro-batches: partial reductions in 2.13 and 2.14, and all gradients si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from plait._torch.units import all_parameter_groups, parameter_groups, sharded_modules
+from plait.errors import InputError
 
 
 class GradientSnapshot:
@@ -321,6 +323,55 @@ def keeps_graph() -> bool:
     The result is True under `torch.compile`, which traces a backward before its caller is known.
     """
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def differentiable_once(remedy: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a Function's `backward` whose own derivative is not implemented.
+
+    The derivative raises InputError. torch's `once_differentiable` returns constants if the
+    gradient that the backward receives is a constant, such as that of a sum, so terms of a gradient
+    penalty would be missing without an error.
+
+    Args:
+        remedy: What computes the same with a derivative, for the message.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def refuse_derivative(ctx: Any, *gradients: torch.Tensor) -> Any:
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            # True in a backward with `create_graph=True` only.
+            if not torch.is_grad_enabled():
+                return results
+            return tuple(
+                _NoDerivative.apply(result, torch.zeros((), requires_grad=True), remedy)
+                if isinstance(result, torch.Tensor)
+                else result
+                for result in results
+            )
+
+        return refuse_derivative
+
+    return decorate
+
+
+class _NoDerivative(torch.autograd.Function):
+    """Identity whose backward raises InputError."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, _requires_gradient: torch.Tensor, remedy: str
+    ) -> torch.Tensor:
+        ctx.remedy = remedy
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
+        raise InputError(
+            "a gradient was differentiated (create_graph=True), whose second derivative is not"
+            f" implemented here; {ctx.remedy}"
+        )
 
 
 def leaves_of_graph(output: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -28,6 +28,12 @@ reduce-scatter in less than half the time (measured at 4 to 16 MB on 2 and 4 ran
 
 `exchange_rows` is a differentiable all-to-all of rows, with a different number of rows for every
 pair of ranks. `AsyncAllReduce` and `AsyncMaximum` reduce small tensors while computation continues.
+
+Note [Second derivatives]
+    A gradient penalty differentiates a backward (`create_graph=True`). torch records no collective,
+    so the gradient of a bare collective in a backward would be wrong without an error. The backward
+    of each function therefore calls the function of the table that is its adjoint: `enter` and
+    `leave`, `gather` and `split`, `gather_sum` and `leave_scatter`.
 """
 
 from __future__ import annotations
@@ -329,9 +335,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = unshared(grad)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        # See Note [Second derivatives].
+        return leave(unshared(grad), ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -342,12 +347,13 @@ class _Leave(torch.autograd.Function):
             ctx.mark_dirty(x)
         else:
             total = unshared(x)
+        ctx.group = group
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+        return enter(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -361,7 +367,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return slice_dim(grad, ctx.group, dim=ctx.dim), None, None, None
+        return split(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -374,13 +380,13 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
+        return gather(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
 
 
 class _GatherSum(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return reduce_scatter_dim(grad, ctx.group, dim=ctx.dim), None, None, None
+        return leave_scatter(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
 class _LeaveScatter(_Split):
@@ -390,6 +396,10 @@ class _LeaveScatter(_Split):
         ctx.dim = dim
         ctx.length = x.shape[dim]
         return reduce_scatter_dim(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gather_sum(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
 
 
 def exchange_rows(
@@ -438,7 +448,8 @@ class _RowExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.group, ctx.received, ctx.sent), None, None, None
+        returned = exchange_rows(gradient, ctx.group, sent=ctx.received, received=ctx.sent)
+        return returned, None, None, None
 
 
 def _all_to_all(

@@ -359,8 +359,8 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         engine = self._require_engine("backward")
         if kwargs:
             raise InputError(
-                f"accelerator.backward({', '.join(kwargs)}=): it takes the loss only, because a"
-                " micro-batch has one backward"
+                f"accelerator.backward({', '.join(kwargs)}=): it takes the loss only; for several"
+                " losses of one forward, add them up and call accelerator.backward(loss) once"
             )
         if engine.sharded.guard.reduced:
             raise InputError(

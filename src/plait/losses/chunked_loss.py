@@ -23,13 +23,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from plait._torch.modules import has_tensor_hooks, hooks_of
 from plait._torch.operators import tree_leaves
-from plait._torch.passes import keeps_graph, leaves_of_graph
+from plait._torch.passes import differentiable_once, keeps_graph, leaves_of_graph
 from plait._torch.tensors import is_view, local_tensor, storage_key
 from plait.attributes import override_attributes
 from plait.errors import ModelError
@@ -40,6 +39,9 @@ from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+
+_FULL_LOGITS = "compute full logits (parallel.loss_chunk_tokens = 0), and the loss from them"
+"""Remedy for a loss whose gradient is differentiated."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ class _KnownGradient(torch.autograd.Function):
         return torch.zeros_like(like)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_FULL_LOGITS)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         # The gradient of a head is large, so it is scaled in place unless another pass through the
@@ -323,7 +325,7 @@ class _GradientsInBackward(torch.autograd.Function):
         return _sum_of_chunks(logits.head, _chunks(hidden, targets, chunk_tokens))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_FULL_LOGITS)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from plait._torch.passes import differentiable_once
 from plait.comm.collectives import shard_range
 from plait.errors import InputError
 from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, samples, shift_labels
@@ -249,6 +250,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counted, sums[0].log() - sums[1], 0).sum()
 
     @staticmethod
+    @differentiable_once("use parallel.loss_parallel = false")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         probabilities, index, has_target, counted = ctx.saved_tensors
         # softmax - one-hot target, for counted tokens

@@ -49,6 +49,8 @@ class SharedState(StepHook):
         self._before: dict[str, _Entry] | None = None
         self._handle = model.register_forward_pre_hook(UncopiedHook(self._before_forward))
 
+    # A compiled root runs its hooks in the traced code.
+    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return

@@ -125,17 +125,20 @@ def explain_methods(model: nn.Module) -> None:
         for name, method in vars(base).items():
             is_public = not name.startswith("_")
             if is_public and inspect.isfunction(method) and name not in vars(sharded_class):
-                explained = _explain_error(method, f"{base.__name__}.{name}", name == "forward")
-                setattr(sharded_class, name, explained)
+                setattr(sharded_class, name, _explain_error(method, base.__name__, name))
 
 
-def _explain_error(method: Callable[..., Any], name: str, is_forward: bool) -> Callable[..., Any]:
+def _explain_error(method: Callable[..., Any], owner: str, attribute: str) -> Callable[..., Any]:
+    name = f"{owner}.{attribute}"
+    is_forward = attribute == "forward"
+
     @wraps(method)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Otherwise the first layer that the method runs would become an FSDP root of its own.
         begin_sharded(model)
         try:
-            return method(model, *args, **kwargs)
+            # Looked up now, because code may have replaced the method of the user's class since.
+            return getattr(super(FSDPModule, model), attribute)(*args, **kwargs)
         except RuntimeError as error:
             # Of the methods that a forward calls, only the forward itself explains the error.
             if MIXED_TENSORS not in str(error) or runs_forward(model) != is_forward:

@@ -448,9 +448,11 @@ class StepWatch(StepHook):
         self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in sharded_modules(model)]
 
-        # Keyed by id, because parameters compare element by element. An id may be reused after a
-        # parameter is deleted; the weak reference tells whether it is still the same one.
-        self._current = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        # Keyed by id, because parameters compare element by element. These references are not weak:
+        # `model.to(...)` raises an error for a shard that has a weak reference.
+        self._current = {id(parameter): parameter for parameter in model.parameters()}
+        # An id may be reused after a parameter is deleted; the weak reference tells whether it is
+        # still the same one.
         self._replaced = {
             id(parameter): weakref.ref(parameter)
             for parameter in before
@@ -575,5 +577,4 @@ class StepWatch(StepHook):
 
     def _is_current(self, parameter: torch.Tensor) -> bool:
         """Return True if the model had the parameter when the watch began."""
-        reference = self._current.get(id(parameter))
-        return reference is not None and reference() is parameter
+        return self._current.get(id(parameter)) is parameter

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from plait._torch.tensors import local_tensor
 from plait.errors import InputError
 from plait.model.adapters import with_full_prompts
+from plait.parallel.techniques.tiled_mlp import Tiles
 
 FULL_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
@@ -145,18 +146,57 @@ def _is_called_from(*packages: str) -> bool:
 def refuse_copies(model: nn.Module, *, is_split: bool) -> None:
     """Make `copy.deepcopy` and pickle of a model, and of its sharded modules, raise InputError.
 
+    A module that ZeRO does not shard may be copied. The copy of a module that computes with other
+    ranks has the parameters, but its forward raises InputError.
+
     Args:
         model: A model with its layout.
         is_split: Whether tensor or pipeline parallelism leaves this process only a part of the
-            model. If so, pickling `model` is refused even if ZeRO does not shard it. Copying is
-            not.
+            model. If so, pickling `model` is refused even if ZeRO does not shard it.
     """
     for module in model.modules():
         is_sharded = isinstance(module, FSDPModule)
+        if not is_sharded and _is_replacement(vars(module).get("forward")):
+            reduce = types.MethodType(_reduce_without_replacement, module)
+            object.__setattr__(module, "__reduce_ex__", reduce)
         if is_sharded:
             object.__setattr__(module, "__deepcopy__", types.MethodType(_refuse_copy, module))
         if is_sharded or (is_split and module is model):
             object.__setattr__(module, "__reduce_ex__", types.MethodType(_refuse_pickle, module))
+
+
+def _is_replacement(forward: Any) -> bool:
+    """Return True if a technique has replaced the forward of a module."""
+    namespace = getattr(forward, "__globals__", {"__name__": type(forward).__module__})
+    return str(namespace["__name__"]).startswith("plait.parallel.")
+
+
+def _reduce_without_replacement(self: Any, protocol: Any) -> Any:
+    """Return how `copy` and pickle rebuild a module whose forward was replaced.
+
+    The replacement computes with the parameters of this module, and would do so in a copy too.
+    """
+    kind: Any = type(self)
+    function, arguments, state, *rest = kind.__reduce_ex__(self, protocol)
+    state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
+    forward = state.get("forward")
+    while _is_replacement(forward):
+        if isinstance(forward, Tiles):
+            forward = forward.original
+        else:
+            # Recomputation, and the check of hooks around a layer, name the forward that they call.
+            forward = getattr(forward, "__wrapped__", _refuse_forward_of_copy)
+    state["forward"] = forward
+    return function, arguments, state, *rest
+
+
+def _refuse_forward_of_copy(*_: Any, **__: Any) -> Any:
+    raise InputError(
+        "this is a copy of a module that was split over processes, and the copy cannot compute with"
+        " the other processes; to run its weights, copy them into the trained model"
+        " (parameter.copy_ under torch.no_grad()); for a second model, such as a reference model,"
+        " copy the model before plait.initialize, and pass the copy to plait.parallelize"
+    )
 
 
 def _refuse_pickle(self: Any, protocol: Any) -> Any:

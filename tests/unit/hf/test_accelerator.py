@@ -134,7 +134,10 @@ def test_calls_at_the_wrong_time_are_refused():
 
     # The first micro-batch updates nothing.
     with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 2)).sum())
+        loss = model(torch.ones(1, 2)).sum()
+        with pytest.raises(InputError, match=r"retain_graph=\).*add them up and call"):
+            accelerator.backward(loss, retain_graph=True)
+        accelerator.backward(loss)
         before = weight.clone()
         optimizer.step()
         optimizer.zero_grad()

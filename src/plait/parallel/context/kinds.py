@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 from plait._torch.groups import all_gather_single
+from plait._torch.passes import differentiable_once
 from plait.comm.collectives import reduce_scatter
 from plait.parallel.context.kernel import (
     AttentionBlock,
@@ -46,6 +47,9 @@ from plait.sizes import wide_dtype
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
 """Implementation of attention to the keys of other ranks."""
+
+_NO_CONTEXT_PARALLELISM = "use parallel.cp = 1"
+"""Remedy for a model whose gradient is differentiated."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,7 @@ class _GatheredAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @differentiable_once(_NO_CONTEXT_PARALLELISM)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: SequencePlacement = ctx.place
@@ -370,6 +375,7 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @differentiable_once(_NO_CONTEXT_PARALLELISM)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, starts, sinks, *log_sum_exps = ctx.saved_tensors
         place: SequencePlacement = ctx.place
@@ -627,7 +633,7 @@ class _HeadExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_to_all(grad, ctx.place, to_tokens=not ctx.to_tokens), None, None
+        return _HeadExchange.apply(grad, ctx.place, not ctx.to_tokens), None, None
 
 
 def _all_to_all(x: torch.Tensor, place: SequencePlacement, *, to_tokens: bool) -> torch.Tensor:
@@ -662,6 +668,7 @@ class _SequenceAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @differentiable_once(_NO_CONTEXT_PARALLELISM)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, log_sum_exp, starts, sinks = ctx.saved_tensors
         into = GradientSums(GradientSum(query), GradientSum(key), GradientSum(value))

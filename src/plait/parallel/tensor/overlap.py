@@ -23,8 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from plait._torch.passes import allow_two_runs
+from plait._torch.passes import allow_two_runs, differentiable_once
 from plait.comm.collectives import AsyncAllReduce, unshared
+
+_NO_OVERLAP = "use parallel.tensor_overlap = 0"
+"""Remedy for a model whose gradient is differentiated."""
 
 
 class DeferredGradient:
@@ -141,6 +144,7 @@ class _Identity(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @differentiable_once(_NO_OVERLAP)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.map_gradient(grad), None
 
@@ -156,6 +160,7 @@ class _Product(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
+    @differentiable_once(_NO_OVERLAP)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         ctx.deferred.put(grad, x)
@@ -187,6 +192,7 @@ class _SummedProduct(torch.autograd.Function):
         return total
 
     @staticmethod
+    @differentiable_once(_NO_OVERLAP)
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
