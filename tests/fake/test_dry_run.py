@@ -93,6 +93,15 @@ def test_layout_of_a_file_is_not_searched(tmp_path, capsys):
     assert "building rank" in printed.err
 
 
+def test_vocabulary_of_the_trained_tokenizer(tmp_path, capsys):
+    """A model without a vocabulary has the tokenizer's, in the dry run as in the plan."""
+    fields = {name: value for name, value in MODEL.items() if name != "vocab_size"}
+    file = run_file(tmp_path, model={"config": fields})
+    sizes = report_of(capsys, file, "--world-size", "1", "--gpu", "h100")["bytes"]
+    assert sizes["parameters"]["dry_run"] > 2 * 8192 * 64 * 4
+    assert sizes["parameters"]["ratio"] == 1
+
+
 def test_full_step_has_more_calls_and_the_same_peak(tmp_path, capsys):
     arguments = (
         *("--model", model_file(tmp_path), "--world-size", "8", "--gpu", "h100"),

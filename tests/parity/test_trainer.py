@@ -252,6 +252,8 @@ def run_page(rank, world, folder):
         with trainers.launched(rank, world):
             names: dict[str, Any] = {}
             (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+            # Like a script of a user, whose processes start with different seeds.
+            torch.manual_seed(rank)
             exec(block, names)
             return [row["epoch"] for row in names["trainer"].state.log_history]
     finally:

@@ -19,7 +19,7 @@ from plait.checkpoint.folder import (
     list_complete,
     remove_old,
 )
-from plait.checkpoint.format import LATEST, MANIFEST, Pointer, read_json, read_manifest
+from plait.checkpoint.format import MANIFEST, read_manifest
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import (
     Place,
@@ -49,7 +49,7 @@ class CheckpointRow:
     content: str
     """Hash of its tensors, equal on every layout; empty if the manifest cannot be read."""
     latest: bool
-    """True if LATEST names it."""
+    """True if a run resumes from it: LATEST names it, or it replaces a damaged one."""
     problem: str = ""
     """Reason why it cannot be loaded."""
 
@@ -64,12 +64,11 @@ def summarize(folder: Place) -> list[CheckpointRow]:
     with reading(folder):
         _require_folder(folder)
         try:
-            latest_tag = read_json(Pointer, folder / LATEST).tag
+            latest = find_checkpoint(folder)
         except CheckpointError:
-            latest_tag = ""
+            # No checkpoint can be loaded. Their own problems follow.
+            latest = None
         checkpoints = list_complete(folder)
-        # Several folders may have the same tag; the first one is the newest.
-        newest = {checkpoint.manifest.tag: checkpoint.path for checkpoint in reversed(checkpoints)}
         summaries = []
         for checkpoint in checkpoints:
             manifest = checkpoint.manifest
@@ -82,7 +81,7 @@ def summarize(folder: Place) -> list[CheckpointRow]:
                     len(manifest.ranks),
                     str(manifest.layout),
                     manifest.content,
-                    manifest.tag == latest_tag and checkpoint.path == newest[latest_tag],
+                    latest is not None and checkpoint.path == latest.path,
                 )
             )
 
@@ -97,9 +96,7 @@ def summarize(folder: Place) -> list[CheckpointRow]:
                 read_manifest(path)
             except CheckpointError as error:
                 size = size_of_folder(path)
-                summaries.append(
-                    CheckpointRow(name, None, size, 0, "", "", name == latest_tag, str(error))
-                )
+                summaries.append(CheckpointRow(name, None, size, 0, "", "", False, str(error)))
         return summaries
 
 

@@ -43,7 +43,8 @@ Folder = Annotated[
 def ls_command(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints of FOLDER, newest first.
 
-    `*` marks the checkpoint that a run resumes from. Exit code 4 if any checkpoint is damaged.
+    `*` marks the checkpoint that a run resumes from. Manifests are checked, and tensors are not:
+    `plait checkpoint verify` reads those. Exit code 4 if a manifest is damaged.
     """
     from plait.checkpoint.inspect import checkpoints_of, summarize
     from plait.checkpoint.places import place_of

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from plait.config.resolving.resolve import Resolved
     from plait.parallel.accounting.peak import Peak
 
+_MAX_TOKENS = 2**31 - 1
+"""Maximum of `data.sequence_length`. Torch cannot count the elements of far longer sequences."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -56,7 +59,9 @@ def layout(
     sequence_length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="--peak: tokens per sequence. (default: the file's data.sequence_length)"
+            min=2,
+            max=_MAX_TOKENS,
+            help="--peak: tokens per sequence. (default: the file's data.sequence_length)",
         ),
     ] = None,
     as_json: Json = False,

@@ -174,9 +174,13 @@ def write_text(option: str, path: Path, text: str) -> None:
     Raises:
         InputError: The file cannot be written. The message names the option.
     """
+    existed = path.exists()
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if not existed:
+            # A part of a new file would be refused as an existing one when the user tries again.
+            path.unlink(missing_ok=True)
         raise not_writable(f"{option} {path}", error) from None
 
 

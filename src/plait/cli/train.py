@@ -45,6 +45,8 @@ from plait.errors import ConfigError, InputError, PlaitError, Problem
 from plait.files import user_path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from plait.config.schema.config import Config
     from plait.events import Listener
     from plait.train.session import ValidatedRun
@@ -241,8 +243,9 @@ def _start(
         renamed = checked.folder.set_aside()
         if renamed is not None:
             console.print(f"the earlier run is now in {renamed}", soft_wrap=True)
+    resume = partial(_command, file, config=config, processes=processes)
     if checked.complete:
-        console.print(_completed(checked, file, overrides), soft_wrap=True)
+        console.print(_completed(checked, overrides, resume), soft_wrap=True)
         return 0
 
     _announce(checked, console, config, processes=processes)
@@ -253,7 +256,7 @@ def _start(
             console,
             config,
             file=file,
-            command=_command(file, overrides),
+            command=resume(overrides),
             confirms_signals=True,
         )
     launch_settings = LaunchSettings(
@@ -292,8 +295,11 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
         if process.local_rank:
             return error.exit_code
         raise
+    # The command of another launcher also names the processes.
+    processes = process.world_size if announced else None
+    resume = partial(_command, file, config=config, processes=processes)
     if checked.complete:
-        console.print(_completed(checked, file, overrides), soft_wrap=True)
+        console.print(_completed(checked, overrides, resume), soft_wrap=True)
         return 0
     if not announced:
         _announce(checked, console, config, processes=process.world_size)
@@ -302,7 +308,7 @@ def _run_process(file: Path, overrides: list[str], *, announced: bool) -> int:
         console,
         config,
         file=file,
-        command=_command(file, overrides),
+        command=resume(overrides),
         # The launcher prints that a signal was received.
         confirms_signals=False,
     )
@@ -436,20 +442,33 @@ def _announce(checked: ValidatedRun, console: Console, config: Config, *, proces
         console.print(f"changed since the last start: {change}", soft_wrap=True)
 
 
-def _completed(checked: ValidatedRun, file: Path, overrides: list[str]) -> str:
-    """Return the message for a run that has finished all of its steps."""
+def _completed(
+    checked: ValidatedRun, overrides: list[str], resume: Callable[[list[str]], str]
+) -> str:
+    """Return the message for a run that has finished all of its steps.
+
+    Args:
+        checked: The run.
+        overrides: Values of --set.
+        resume: Returns the command that resumes the run, given values of --set.
+    """
     steps = checked.position.step
     folder = checked.folder.path
     other_overrides = [text for text in overrides if not text.startswith("run.steps=")]
-    longer = _command(file, [*other_overrides, f"run.steps={2 * steps}"])
+    longer = resume([*other_overrides, f"run.steps={2 * steps}"])
     return (
         f"the run in {folder} is complete: {steps:,} of {checked.section.steps:,} steps are done\n"
-        f"  train on:    {longer}\n  start over:  {_command(file, overrides)} --fresh"
+        f"  train on:    {longer}\n  start over:  {resume(overrides)} --fresh"
     )
 
 
-def _command(file: Path, overrides: list[str]) -> str:
+def _command(file: Path, overrides: list[str], *, config: Config, processes: int | None) -> str:
+    """Return the command that resumes a run. It names a number of processes that is no default."""
+    from plait.cli.planning.query import process_count
+
     command = ["plait", "train", str(file)]
+    if processes is not None and processes != process_count(config):
+        command += ["--nproc-per-node", str(processes)]
     for override in overrides:
         command += ["--set", override]
     return shlex.join(command)

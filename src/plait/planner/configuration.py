@@ -212,7 +212,8 @@ def model_of(config: Config) -> Model | None:
         return None
     written = section.model_dump(exclude_unset=True)
     if section.config is not None:
-        vocab = config.data.vocab_size if config.data is not None else 8192
+        # Without the size of a tokenizer, the default of the family, as in layout and verify.
+        vocab = config.data.trained_vocabulary() if config.data is not None else None
         return Model(from_config(section.config, source="model.config", vocab=vocab), written)
     assert section.path is not None
     return Model(find_model(section.path).architecture, written)

@@ -413,7 +413,7 @@ def _claim_folder(checked: ValidatedRun, engine: Engine, resources: ExitStack) -
                 " run the command again"
             )
 
-    run_on_all_ranks(claim, device=engine.device, activity="plait train")
+    run_on_all_ranks(claim, device=engine.device, activity="plait train", error_class=InputError)
 
 
 def _check_same_on_all_ranks(checked: ValidatedRun) -> None:

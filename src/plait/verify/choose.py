@@ -100,10 +100,10 @@ def fields_of(config: Config, source: str | None) -> tuple[shrink.Fields, str]:
     if config.model.config is None:
         assert config.model.path is not None
         return _read_fields(config.model.path, "model.path"), config.model.path
-    # A file without a tokenizer gives the size of the vocabulary in `data`.
     defaults = {}
-    if config.data is not None and config.data.tokenizer is None:
-        defaults["vocab_size"] = config.data.vocab_size
+    vocabulary = config.data.trained_vocabulary() if config.data is not None else None
+    if vocabulary is not None:
+        defaults["vocab_size"] = vocabulary
     fields: shrink.Fields = described_config(config.model.config, defaults=defaults).to_dict()
     return fields, config.model.config["model_type"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint.folder import candidates, find_checkpoint, list_complete, remove_old
-from plait.checkpoint.inspect import prune
+from plait.checkpoint.inspect import prune, summarize
 from plait.errors import CheckpointError
 from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
@@ -15,6 +15,11 @@ from tests.checkpoints import put
 
 def tags(folder, tag=None):
     return [checkpoint.manifest.tag for checkpoint in candidates(folder, tag)]
+
+
+def marked(folder):
+    """Return the tags that `plait checkpoint ls` marks."""
+    return [row.tag for row in summarize(folder) if row.latest]
 
 
 @pytest.fixture
@@ -46,6 +51,7 @@ def test_a_latest_file_that_a_user_has_restored(three):
     assert tags(three) == ["d", "c", "b", "a"]
     note = candidates(three)[0].notes[0]
     assert "names d, which is loaded, although e is newer and complete" in note
+    assert marked(three) == ["d"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "no JSON", "another tag", "another hash"])
@@ -64,12 +70,14 @@ def test_a_damaged_latest_file_is_reported(three, damage):
     newest = candidates(three)[0]
     assert newest.manifest.tag == "c"
     assert newest.notes and "loaded" in newest.notes[0]
+    assert marked(three) == ["c"]
 
 
 def test_a_damaged_newest_checkpoint_is_reported(three):
     manifest = three / "c" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence":3', '"sequence":9'))
     assert tags(three) == ["b", "a"] and "damaged" in candidates(three)[0].notes[0]
+    assert marked(three) == ["b"]
     with pytest.raises(CheckpointError, match="was changed after it was written: its sha256 is"):
         candidates(three, "c")
     manifest.unlink()

@@ -23,7 +23,7 @@ from plait.config.convert.translated import set_path
 from plait.config.dialects.examine import examine
 from plait.config.resolving.resolve import load
 from plait.config.source import parse_override, read
-from plait.errors import raise_problems
+from plait.errors import InputError, raise_problems
 from plait.planner.configuration import complete, read_file
 from plait.planner.hardware import cluster
 from tests.advice import Case, check, command, read_table
@@ -223,6 +223,19 @@ def test_full_disks(folder, monkeypatch):
 
     def write_output(path):
         write_text("--out", path, "text")
+
+    # What was written before a disk was full is deleted, or the same command would refuse it.
+    rest = folder / "rest.json"
+
+    def write_a_part(path, *_, **__):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_a_part)
+        with pytest.raises(InputError, match="free some space there"):
+            write_output(rest)
+    assert not rest.exists()
 
     monkeypatch.setattr(Path, "write_text", write)
     cases = [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from plait.cli import launch
-from plait.cli.train import app
+from plait.cli.train import _command, app
+from plait.config.resolving.resolve import load
 from plait.errors import ConfigError
 
 
@@ -49,3 +51,13 @@ def test_a_wrong_number_of_machines_is_refused(tmp_path, started):
     refused = train(tmp_path, "--nnodes 2:x")
     assert isinstance(refused.exception, ConfigError) and not started
     assert "--nnodes = '2:x'" in str(refused.exception)
+
+
+def test_resuming_keeps_the_number_of_processes(monkeypatch):
+    """Another number could have another batch size."""
+    # The private function, because the command prints its result after a run.
+    monkeypatch.setattr("plait.cli.planning.query.default_processes", lambda: 2)
+    config = load({"train_batch_size": 4})
+    for processes, option in ((None, ""), (2, ""), (4, " --nproc-per-node 4")):
+        line = _command(Path("run.json"), ["run.steps=9"], config=config, processes=processes)
+        assert line == f"plait train run.json{option} --set run.steps=9"

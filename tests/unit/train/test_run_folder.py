@@ -1,12 +1,15 @@
 """The folder of a run: a resumed run, refused runs, and starting over."""
 
 import json
+from contextlib import ExitStack
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from plait import exact
 from plait.errors import CheckpointError, InputError
+from plait.train import session
 from plait.train.loop import Position
 from plait.train.run_folder import RunFolder
 from tests.checkpoints import put
@@ -83,5 +86,10 @@ def test_one_run_at_a_time(tmp_path):
         for call in (run.claim, run.set_aside):
             with pytest.raises(InputError, match="another plait train is running in it"):
                 call()
+        # The private function, because its caller needs a model. A CheckpointError would have
+        # another exit code, that of a checkpoint that cannot be used.
+        engine = Mock(rank=0, device=torch.device("cpu"))
+        with ExitStack() as resources, pytest.raises(InputError, match="another plait train"):
+            session._claim_folder(Mock(folder=run), engine, resources)
     run.claim().close()
     assert run.set_aside() == tmp_path / "run.old-1"

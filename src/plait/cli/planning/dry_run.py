@@ -21,6 +21,7 @@ from rich.console import Console
 from plait.cli.terminal import print_table
 from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.schema.sections import DataSection
 from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.model.described import require_transformers
@@ -172,7 +173,7 @@ def dry_run(
             " peak; operators and traffic are those of the micro-batches that were run (--full-step"
             " runs all)"
         )
-    model = _build_model(tree)
+    model = _build_model(tree, full.data)
     if rank_is_chosen and pp > 1:
         notes.append(
             f"rank {rank:,} is predicted to need the most memory; choose another with --rank"
@@ -314,12 +315,16 @@ def _model_fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _build_model(tree: Mapping[str, Any]) -> Any:
+def _build_model(tree: Mapping[str, Any], data: DataSection | None) -> Any:
     """Build the model with Transformers on the meta device."""
     require_transformers("plait dryrun")
     from transformers import CONFIG_MAPPING
 
     fields = _model_fields(tree)
+    vocabulary = data.trained_vocabulary() if data is not None else None
+    # The vocabulary that training gives a model without one, and that the plan counts.
+    if vocabulary is not None and fields.get("vocab_size") is None:
+        fields["vocab_size"] = vocabulary
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(str(kind), CONFIG_MAPPING, count=3)

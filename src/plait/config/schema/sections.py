@@ -136,6 +136,10 @@ class DataSection(Policy):
     `~/.cache/plait`.
     """
 
+    def trained_vocabulary(self) -> int | None:
+        """Return the size of the tokenizer that is trained, or None if a tokenizer is given."""
+        return self.vocab_size if self.tokenizer is None else None
+
     # Before the check of the literal, whose error would not name the alternative.
     @field_validator("format", mode="before")
     @classmethod
