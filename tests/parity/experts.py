@@ -180,6 +180,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 _SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     **{word: (("context", word),) for word in ("ring", "ulysses", "all-gather-kv")},
     **{word: (("recompute", {"mode": word}),) for word in ("full", "selective")},
+    "budget": (("recompute", {"budget_gib": 1, "sequence_length": 16}),),
     **{
         word: (("pipeline", {"schedule": word}),)
         for word in ("gpipe", "zbv", "interleaved-1f1b", "interleaved-zero-bubble")

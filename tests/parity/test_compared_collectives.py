@@ -91,3 +91,18 @@ def train(rank, world):
 def test_a_run_without_a_difference_is_unchanged(pool):
     for uncompared, compared in pool.run(2, train):
         assert uncompared == compared
+
+
+def exchange_rows(rank, world):
+    """Return the rows that a rank receives from an uneven all-to-all. Runs on every rank."""
+    sent = torch.full((3 - rank, 2), float(rank))
+    received = torch.empty(2 if rank == 0 else 3, 2)
+    sizes = {0: ([1, 1], [1, 2]), 1: ([2, 1], [1, 1])}[rank]
+    with ComparedCollectives():
+        dist.all_to_all_single(received, sent, *sizes)
+    return received[:, 0].tolist()
+
+
+def test_numbers_of_rows_in_an_all_to_all_may_differ(pool):
+    """Experts on different processes exchange as many tokens as their routers chose."""
+    assert pool.run(2, exchange_rows) == [[0, 1], [0, 0, 1]]

@@ -47,6 +47,7 @@ QUICK = cases_of("""
     mixtral zero1 ep2 dp2 one balance states
     mixtral zero1 pp2 balance full
     mixtral ep2 balance dp4
+    mixtral cp2 balance batched_mm budget ring
     deepseek_v3 zero3 ep2 dp2 rate0.01
 """)
 LONG = cases_of("""

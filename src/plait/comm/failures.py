@@ -53,6 +53,8 @@ _UNCOMPARED = (
     "monitored_barrier_",
 )
 """Operators that not all ranks of a group call, or that do not communicate."""
+_ALL_TO_ALLS = ("alltoall", "all_to_all")
+"""Beginnings of the names of operators whose ranks exchange different numbers of rows."""
 _MOST_SHAPES = 4
 """Largest number of tensors per call whose shapes are described."""
 _STORED_CALLS = 2
@@ -237,9 +239,13 @@ class ComparedCollectives(TorchDispatchMode):
         self._counts[name] += 1
         operation = operation.strip("_")
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        # In an all-to-all every rank has its own numbers of rows.
+        first = 1 if operation.startswith(_ALL_TO_ALLS) else 0
         shapes = " and ".join(
-            describe_tensor(tensor.shape, tensor.dtype) for tensor in tensors[:_MOST_SHAPES]
+            describe_tensor(tensor.shape[first:], tensor.dtype) for tensor in tensors[:_MOST_SHAPES]
         )
+        if first:
+            shapes = f"rows of {shapes}"
         caller = sys._getframe(2)
         call = _ComparedCall(
             name,

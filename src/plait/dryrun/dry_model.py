@@ -44,6 +44,7 @@ from plait.errors import InputError, ModelError
 from plait.losses import chunked_loss
 from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import Loss, causal_lm_loss
+from plait.model.experts import disable_balance_loss, find_experts
 from plait.model.outer_layers import outer_units
 from plait.model.positions import skip_packed_row_search
 from plait.model.without_values import tensors_of
@@ -66,7 +67,7 @@ from plait.parallel.techniques.offload import ActivationOffload
 from plait.parallel.techniques.recompute import Recompute
 from plait.parallel.techniques.tensor_parallel import TensorParallel
 from plait.parallel.techniques.tiled_mlp import TiledMLP
-from plait.sizes import dtype_of
+from plait.sizes import dtype_name, dtype_of
 
 
 @contextmanager
@@ -450,14 +451,48 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
     except Exception as error:
         # torch raises unrelated classes for this: DataDependentOutputException,
-        # GuardOnDataDependentSymNode, and a RuntimeError for the data pointer of a fake tensor.
-        if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
+        # DynamicOutputShapeException, GuardOnDataDependentSymNode, and a RuntimeError for the data
+        # pointer of a fake tensor.
+        kind = type(error).__name__
+        reads_values = "DataDependent" in kind or "DynamicOutputShape" in kind
+        if not reads_values and "data_ptr" not in str(error):
             raise
         raise ModelError(
             f"{type(model).__name__} cannot be run on fake tensors: its code reads values of"
-            f" tensors ({type(error).__name__}), so its memory is not known before a run; set"
+            f" tensors ({kind}), so its memory is not known before a run; set"
             " parallel.recompute.mode instead of a budget"
         ) from error
+
+
+def drop_local_balance_loss(fake: nn.Module, mesh: Mesh) -> None:
+    """Disable the balance loss of a fake copy on a rank that has a part of every sequence.
+
+    A run computes it by `RouterStatistics` instead. The model's own would read the padding of full
+    sequences from the mask of the part.
+    """
+    if mesh.layout.cp > 1:
+        disable_balance_loss(fake)
+
+
+def refuse_grouped_products(
+    model: nn.Module, compute_dtype: torch.dtype | None, *, remedy: str
+) -> None:
+    """Raise ModelError for experts whose kernel does not support their dtype on fake tensors.
+
+    Args:
+        model: The model.
+        compute_dtype: Dtype of forward and backward. None takes that of the parameters.
+        remedy: Further remedy, which begins with a comma, or "".
+    """
+    dtype = compute_dtype or next(model.parameters()).dtype
+    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if implementation == "grouped_mm" and dtype != torch.bfloat16 and find_experts(model):
+        raise ModelError(
+            f"a dry run on fake tensors: {type(model).__name__} computes its experts in"
+            f" {dtype_name(dtype)} by torch's grouped_mm, which supports only bfloat16 on fake"
+            " tensors; set bf16.enabled = true, or build it with"
+            f" experts_implementation='batched_mm'{remedy}"
+        )
 
 
 MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
@@ -482,12 +517,16 @@ def solved_recompute(
     precision = resolved.precision
     if recompute.mode != "budget":
         return recompute
+    compute_dtype = dtype_of(precision.compute) if precision.compute else None
+    refuse_grouped_products(
+        parts.model, compute_dtype, remedy=", or set parallel.recompute.mode instead of a budget"
+    )
     ranks = rank_activations(
         parts,
         mesh=mesh,
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         techniques=ActivationTechniques.of(resolved),
-        compute_dtype=dtype_of(precision.compute) if precision.compute else None,
+        compute_dtype=compute_dtype,
         loss_fn=loss_fn or causal_lm_loss,
         forward=forward,
     )
@@ -583,6 +622,7 @@ def rank_activations(
         store = CountingStore()
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
+            drop_local_balance_loss(fake, mesh)
             offloaded = OffloadedActivations(store, len(stored)) if stored else None
             parts_of_copy = Parts(fake, blocks, Plans(tiled=tiles), offloaded_activations=offloaded)
             parts = context_parallel.apply(tensor_parallel.apply(parts_of_copy, mesh), mesh)

@@ -25,6 +25,7 @@ from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import (
     DryModel,
     boundary_activations,
+    drop_local_balance_loss,
     forward_of,
     loss_of,
     process_group_of_rank,
@@ -203,6 +204,7 @@ def _dry_model(
     recompute = solved_recompute(resolved, parts, mesh, loss_fn=None, forward=default_forward)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
+        drop_local_balance_loss(fake, mesh)
         copied = replace(parts, model=fake).with_shard(compute_dtype=dtype)
         applied_parts = apply_all(
             (

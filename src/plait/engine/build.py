@@ -13,6 +13,7 @@ from torch import nn
 from plait.cluster.topology import keep_host_memory
 from plait.comm.failures import run_on_all_ranks
 from plait.config.resolving.resolve import Resolved
+from plait.config.resolving.resolved_parts import AUTO_RATE
 from plait.engine.engine import Engine
 from plait.engine.generators import generator_seed
 from plait.engine.resume import configured_groups, refuse_unfit_scheduler
@@ -156,6 +157,7 @@ def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engin
     optimizer = _build_optimizer(arguments.optimizer, resolved, model, names)
     if arguments.optimizer is not None:
         step_by_placement(optimizer)
+        resolved = _with_rates_of(optimizer, resolved)
     in_backward = None
     if resolved.data_parallel.update_in_backward:
         in_backward = BackwardOptimizer(optimizer)
@@ -185,6 +187,20 @@ def build_engine(checked: CheckedModel, arguments: InitializeArguments) -> Engin
     torch.manual_seed(generator_seed(resolved.seed, mesh))
     loss_fn = with_balance_loss(loss_fn, model, parts.router_statistics)
     return Engine(sharded, stepper, loss_fn)
+
+
+def _with_rates_of(optimizer: torch.optim.Optimizer, resolved: Resolved) -> Resolved:
+    """Return the configuration with the rates of the caller's optimizer as "auto" `warmup_max_lr`.
+
+    `resolve` took the rate of the configuration's optimizer, which is not used.
+    """
+    name = "warmup_max_lr"
+    if resolved.scheduler is None or resolved.sources.get(f"scheduler.params.{name}") != AUTO_RATE:
+        return resolved
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    params = {**resolved.scheduler.params, name: rates}
+    scheduler = resolved.scheduler.model_copy(update={"params": params})
+    return resolved.model_copy(update={"scheduler": scheduler})
 
 
 def _build_scheduler(

@@ -34,11 +34,11 @@ from plait.dryrun.dry_model import (
     forward_of,
     loss_of,
     process_group_of_rank,
+    refuse_grouped_products,
     state_tensors,
 )
 from plait.dryrun.recorder import LiveStorages
-from plait.errors import InputError, ModelError
-from plait.model.experts import find_experts
+from plait.errors import InputError
 from plait.model.positions import skip_packed_row_search
 from plait.optim.optimizer import build_optimizer, make_fake_states
 from plait.parallel import materialise
@@ -48,7 +48,7 @@ from plait.parallel.parts import Parts
 from plait.parallel.techniques.pipeline_parallel import PipelineRank
 from plait.sharded.assemble import checked_model, split
 from plait.sharded.model import ShardedModel
-from plait.sizes import dtype_name
+from plait.sizes import dtype_of
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def run_single_rank(
             " torch.device('meta')"
         )
     if not real:
-        _refuse_grouped_products(model, resolved)
+        compute = resolved.precision.compute
+        refuse_grouped_products(model, dtype_of(compute) if compute else None, remedy="")
 
     # Which parameters were used depends on values.
     data_parallel = resolved.data_parallel.model_copy(update={"unused_parameters": False})
@@ -195,17 +196,6 @@ def run_single_rank(
             run,
             build_seconds=built - start,
             step_seconds=watch.seconds or time.perf_counter() - built,
-        )
-
-
-def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
-    dtype = resolved.precision.compute or dtype_name(next(model.parameters()).dtype)
-    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if implementation == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
-        raise ModelError(
-            f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by"
-            " torch's grouped_mm, which supports only bfloat16 on fake tensors; set"
-            " bf16.enabled = true, or build it with experts_implementation='batched_mm'"
         )
 
 

@@ -133,6 +133,14 @@ def enables_balance_loss(model: nn.Module) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
+def disable_balance_loss(model: nn.Module) -> None:
+    """Disable the balance loss in the configuration of a copy of a model."""
+    config: Any
+    for config in (getattr(model, "config", None), _text_config(model)):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+
+
 def _text_config(model: nn.Module) -> Any:
     return getattr(getattr(model, "config", None), "text_config", None)
 

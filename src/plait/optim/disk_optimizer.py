@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from plait._torch.tensors import local_tensor
@@ -244,6 +245,10 @@ class DiskTier(StepHook):
             per_state = sum(in_pages(local_tensor(p.detach())) for p in trained)
             self.arena.reserve((1 + states) * per_state)
 
+        # The step takes slices of flattened parameters. Shards are contiguous already.
+        for parameter in model.parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         if self.shards is not None:
             for unit in moved:
                 replace_shard_buffers(unit, self.shards.copy)

@@ -20,6 +20,7 @@ from plait.parallel.parts import Parts
 from plait.parallel.techniques.recompute import Recompute
 from tests.measured.memory import measure_activations
 from tests.parity import cases
+from tests.parity.experts import Case, build
 
 SINGLE = Mesh(Layout(), torch.device("cpu"), 0, None, None)
 
@@ -159,6 +160,24 @@ def test_a_budget_in_the_engine():
         assert measured["activations"] + measured["logits"] + facts.restored(modes) <= budget
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ("grouped_mm", "experts in float32 by torch's grouped_mm.*batched_mm.*recompute.mode"),
+        ("eager", "reads values of tensors .DynamicOutputShapeException.*recompute.mode instead"),
+    ],
+)
+def test_a_budget_needs_experts_that_run_on_fake_tensors(experts, message):
+    section = {"budget_gib": 1, "sequence_length": 8}
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"recompute": section}}
+    model = build(Case("mixtral", kind=experts), dtype=torch.float32)
+    with pytest.raises(ModelError, match=message):
+        plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+
+    model.set_experts_implementation("batched_mm")
+    plait.initialize(model, config, loss_fn=plait.causal_lm_loss).close()
 
 
 def test_the_published_formulas_of_llama():

@@ -81,6 +81,25 @@ def test_same_bits_as_torch(tmp_path, kind, buffer_bytes):
                 assert arena.holds(state[name])
 
 
+@pytest.mark.parametrize("share", ["all", "none"])
+def test_a_transposed_parameter_of_a_model_in_memory(tmp_path, share):
+    """The steps equal those of torch, whether or not the states of the parameter are in files."""
+    trained = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        module = nn.Linear(7, 5)
+        module.weight = nn.Parameter(torch.randn(7, 5).t())
+        model = nn.ModuleList([module, nn.Linear(2, 2)])
+        optimizer = build_optimizer(OptimizerSpec(), model.named_parameters())
+        if folder is not None:
+            tier = DiskTier(Arena(folder), buffer_bytes=ALIGNED * 16)
+            tier.adopt(model, states=2, units=("",) if share == "all" else ("1",))
+            tier.drive(optimizer)
+        train(optimizer, list(model.parameters()))
+        trained.append(module.weight)
+    assert torch.equal(*trained)
+
+
 def test_schedules_work_and_closures_are_refused(tmp_path):
     optimizer = torch.optim.SGD(model().parameters(), lr=1.0)
     DiskTier(Arena(tmp_path), buffer_bytes=10**6).drive(optimizer)

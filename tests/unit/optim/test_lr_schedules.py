@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import plait
 from plait import exact
 from plait.config.schema import lr_schedules
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
@@ -307,6 +308,31 @@ def test_auto_means_the_values_of_transformers():
     automatic = dict.fromkeys(values, "auto")
     actual = rates(*scheduled("WarmupDecayLR", automatic, lr=0.03, total_steps=20), steps=25)
     assert actual == rates(*scheduled("WarmupDecayLR", values), steps=25)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_auto_is_the_rate_of_the_callers_optimizer(is_built):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+    def sgd(parameters):
+        groups = [{"params": list(parameters)[:2]}, {"params": list(parameters)[2:], "lr": 0.2}]
+        return torch.optim.SGD(groups, lr=0.3)
+
+    params = {"warmup_num_steps": 2, "warmup_max_lr": "auto"}
+    engine = plait.initialize(
+        model,
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "scheduler": {"type": "WarmupLR", "params": params},
+        },
+        loss_fn=plait.per_sample(lambda output, batch: output.sum()),
+        optimizer=sgd(model.parameters()) if is_built else sgd,
+    )
+    for _ in range(3):
+        engine.train_batch((torch.ones(1, 3), torch.ones(1)))
+    assert engine.get_lr() == [0.3, 0.2]
+    assert engine.config.scheduler.params["warmup_max_lr"] == (0.3, 0.2)
+    engine.close()
 
 
 def test_a_run_shorter_than_its_warmup_is_reported(caplog):

@@ -72,6 +72,8 @@ _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16":
 
 ASSUMED = "auto: Transformers' default"
 """Source of a value for "auto" that Transformers' command line would set. Its default is used."""
+AUTO_RATE = "auto: the optimizer's lr"
+"""Source of an "auto" `warmup_max_lr`, which the caller's optimizer may change."""
 ACCUMULATED = "data_types.grad_accum_dtype"
 _COMMAND_LINE = "is filled from Transformers' TrainingArguments"
 
@@ -716,7 +718,7 @@ def scheduler(
                     )
                 )
         elif name == "warmup_max_lr":
-            findings.sources[path] = "auto: the optimizer's lr"
+            findings.sources[path] = AUTO_RATE
             if rate is None:
                 findings.problems.append(
                     Problem(
