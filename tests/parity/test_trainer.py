@@ -198,6 +198,45 @@ def test_resume_on_another_layout(pool, tmp_path):
     assert files >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
 
 
+def resume_where_more_is_dropped(rank, world, folder):
+    """Resume with the same samples per step, but other steps per epoch. Runs on every rank."""
+    from accelerate.state import AcceleratorState
+
+    def new_trainer(samples, accumulation, **settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return trainers.trainer_of(
+            folder,
+            zero(1),
+            per_device_train_batch_size=samples,
+            gradient_accumulation_steps=accumulation,
+            dataloader_drop_last=True,
+            **settings,
+        )
+
+    with trainers.launched(rank, world):
+        # 5 rounds of 4 samples are read, and the third step has one of them.
+        trainer = new_trainer(2, 2, num_train_epochs=1, save_strategy="epoch")
+        trainer.train()
+        assert trainer.state.global_step == 3
+
+        # 2 rounds of 8 samples.
+        checkpoint = f"{folder}/checkpoint-3"
+        trainer = new_trainer(4, 1, num_train_epochs=2)
+        with pytest.raises(InputError, match=r"3 steps per epoch, but this run has 2"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        # Both remedies of the message.
+        for samples, accumulation, is_skipped, steps in ((4, 1, True, 4), (2, 2, False, 6)):
+            trainer = new_trainer(
+                samples, accumulation, num_train_epochs=2, ignore_data_skip=is_skipped
+            )
+            trainer.train(resume_from_checkpoint=checkpoint)
+            assert trainer.state.global_step == steps
+
+
+def test_a_position_among_other_dropped_samples_is_refused(pool, tmp_path):
+    pool.run(2, resume_where_more_is_dropped, str(tmp_path))
+
+
 class MaskingCollator:
     """A collator that masks tokens at random, and records which."""
 

@@ -14,6 +14,7 @@ Note [Life of a step]
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -113,6 +114,7 @@ class TrainerMixin(CheckpointMixin):
         """Object with the number of ranks that have a batch of the current loader."""
         self._position = 0
         self._epoch = 0
+        self._steps_of_epoch: int | None = None
         self._count: int | None = None
         """Number of this rank's own samples in a micro-batch of an evaluation."""
         # Bounded, because an entry keeps its data set alive.
@@ -291,6 +293,10 @@ class TrainerMixin(CheckpointMixin):
         self.accelerator._models.append(self.model)
         self.model_wrapped = self.model
         self.create_scheduler(num_training_steps=max_steps)
+        self._steps_of_epoch = None
+        if has_length(train_dataloader):
+            accumulation = self.args.gradient_accumulation_steps
+            self._steps_of_epoch = math.ceil(len(train_dataloader) / accumulation)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
