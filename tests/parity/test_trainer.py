@@ -237,6 +237,28 @@ def test_a_position_among_other_dropped_samples_is_refused(pool, tmp_path):
     pool.run(2, resume_where_more_is_dropped, str(tmp_path))
 
 
+def order_by_length(rank, world, config, accumulation, folder):
+    """Return the order of 48 samples, grouped by length. Runs on every rank."""
+    data = [{"input_ids": [1] * (1 + index * 7 % 48)} for index in range(48)]
+    with trainers.launched(rank, world):
+        trainer = trainers.trainer_of(
+            folder,
+            config,
+            {"train_dataset": data},
+            train_sampling_strategy="group_by_length",
+            gradient_accumulation_steps=accumulation,
+        )
+        return list(trainer.get_train_dataloader().batch_sampler.sampler)
+
+
+def test_the_order_by_length_is_the_same_on_every_layout(pool, tmp_path):
+    """Otherwise a run that resumes on another layout reads samples twice, and others never."""
+    orders = pool.run(2, order_by_length, zero(1), 2, str(tmp_path))
+    orders += pool.run(2, order_by_length, {"parallel": TP2}, 4, str(tmp_path))
+    assert all(order == orders[0] for order in orders)
+    assert sorted(orders[0]) == list(range(48))
+
+
 class MaskingCollator:
     """A collator that masks tokens at random, and records which."""
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import find_batch_size
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from plait.attributes import override_attributes
@@ -357,6 +358,9 @@ class TrainerMixin(CheckpointMixin):
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        # By default a group has the samples of one process, and the order depends on the layout.
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size = self.get_total_train_batch_size(self.args)
         # Accelerate determines the order of a RandomSampler, a generator that of another sampler.
         is_random = isinstance(sampler, torch.utils.data.RandomSampler)
         if is_random or getattr(sampler, "generator", self) is not None:
