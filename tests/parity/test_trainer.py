@@ -198,6 +198,67 @@ def test_resume_on_another_layout(pool, tmp_path):
     assert files >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
 
 
+def resume_where_more_is_dropped(rank, world, folder):
+    """Resume with the same samples per step, but other steps per epoch. Runs on every rank."""
+    from accelerate.state import AcceleratorState
+
+    def new_trainer(samples, accumulation, **settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return trainers.trainer_of(
+            folder,
+            zero(1),
+            per_device_train_batch_size=samples,
+            gradient_accumulation_steps=accumulation,
+            dataloader_drop_last=True,
+            **settings,
+        )
+
+    with trainers.launched(rank, world):
+        # 5 rounds of 4 samples are read, and the third step has one of them.
+        trainer = new_trainer(2, 2, num_train_epochs=1, save_strategy="epoch")
+        trainer.train()
+        assert trainer.state.global_step == 3
+
+        # 2 rounds of 8 samples.
+        checkpoint = f"{folder}/checkpoint-3"
+        trainer = new_trainer(4, 1, num_train_epochs=2)
+        with pytest.raises(InputError, match=r"3 steps per epoch, but this run has 2"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        # Both remedies of the message.
+        for samples, accumulation, is_skipped, steps in ((4, 1, True, 4), (2, 2, False, 6)):
+            trainer = new_trainer(
+                samples, accumulation, num_train_epochs=2, ignore_data_skip=is_skipped
+            )
+            trainer.train(resume_from_checkpoint=checkpoint)
+            assert trainer.state.global_step == steps
+
+
+def test_a_position_among_other_dropped_samples_is_refused(pool, tmp_path):
+    pool.run(2, resume_where_more_is_dropped, str(tmp_path))
+
+
+def order_by_length(rank, world, config, accumulation, folder):
+    """Return the order of 48 samples, grouped by length. Runs on every rank."""
+    data = [{"input_ids": [1] * (1 + index * 7 % 48)} for index in range(48)]
+    with trainers.launched(rank, world):
+        trainer = trainers.trainer_of(
+            folder,
+            config,
+            {"train_dataset": data},
+            train_sampling_strategy="group_by_length",
+            gradient_accumulation_steps=accumulation,
+        )
+        return list(trainer.get_train_dataloader().batch_sampler.sampler)
+
+
+def test_the_order_by_length_is_the_same_on_every_layout(pool, tmp_path):
+    """Otherwise a run that resumes on another layout reads samples twice, and others never."""
+    orders = pool.run(2, order_by_length, zero(1), 2, str(tmp_path))
+    orders += pool.run(2, order_by_length, {"parallel": TP2}, 4, str(tmp_path))
+    assert all(order == orders[0] for order in orders)
+    assert sorted(orders[0]) == list(range(48))
+
+
 class MaskingCollator:
     """A collator that masks tokens at random, and records which."""
 

@@ -36,6 +36,7 @@ TAG = "plait"
 
 # Keys of the client state of the engine's checkpoint.
 SAMPLES = "samples of a step"
+_STEPS = "steps of an epoch"
 _EPOCH = "epoch"
 _READ = "samples read of the epoch"
 
@@ -57,6 +58,8 @@ class CheckpointMixin:
     _epoch: int
     _position: int
     """Number of micro-batches of the epoch that a rank has read."""
+    _steps_of_epoch: int | None
+    """Number of optimizer steps per epoch, or None if the length of the data is not known."""
 
     def _samples_of_round(self) -> int:
         """Return the number of samples in one micro-batch of all data-parallel ranks."""
@@ -134,7 +137,12 @@ class CheckpointMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
         read = self._position * self._samples_of_round()
-        client = {SAMPLES: self.engine.train_batch_size(), _EPOCH: self._epoch, _READ: read}
+        client = {
+            SAMPLES: self.engine.train_batch_size(),
+            _STEPS: self._steps_of_epoch,
+            _EPOCH: self._epoch,
+            _READ: read,
+        }
         self.engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
         # The Trainer steps its schedule itself, so the engine's checkpoint does not have it.
         if self.args.should_save:
@@ -145,7 +153,8 @@ class CheckpointMixin:
             return
         assert self.engine is not None
         loaded = self.engine.load_checkpoint(checkpoint, tag=TAG)
-        saved_samples = loaded[1].get(SAMPLES) if loaded is not None else None
+        client = loaded[1] if loaded is not None else {}
+        saved_samples = client.get(SAMPLES)
         samples = self.engine.train_batch_size()
         if saved_samples not in (None, samples) and not self.args.ignore_data_skip:
             raise InputError(
@@ -154,6 +163,20 @@ class CheckpointMixin:
                 f" gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp"
                 f" {self.engine.dp_size}), so the position in the epoch is not known; make the"
                 " samples per step equal, or set ignore_data_skip=True"
+            )
+        # Transformers computes the epoch and the position in it from the number of steps. With
+        # dataloader_drop_last, the layout and the size of micro-batches decide what is dropped.
+        saved_steps = client.get(_STEPS)
+        steps = self._steps_of_epoch
+        is_comparable = saved_steps is not None and steps is not None
+        if is_comparable and saved_steps != steps and not self.args.ignore_data_skip:
+            raise InputError(
+                f"{checkpoint} was written with {saved_steps} steps per epoch, but this run has"
+                f" {steps} (train_dataset, dataloader_drop_last ="
+                f" {self.args.dataloader_drop_last}, per_device_train_batch_size"
+                f" {self.args.per_device_train_batch_size} x dp {self.engine.dp_size}), so the"
+                " position in the epoch is not known; pass the same data, with dataloader_drop_last"
+                " also the same per_device_train_batch_size x dp, or set ignore_data_skip=True"
             )
         schedule = Path(checkpoint) / "scheduler.pt"
         try:

@@ -14,6 +14,7 @@ Note [Life of a step]
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import find_batch_size
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from plait.attributes import override_attributes
@@ -113,6 +115,7 @@ class TrainerMixin(CheckpointMixin):
         """Object with the number of ranks that have a batch of the current loader."""
         self._position = 0
         self._epoch = 0
+        self._steps_of_epoch: int | None = None
         self._count: int | None = None
         """Number of this rank's own samples in a micro-batch of an evaluation."""
         # Bounded, because an entry keeps its data set alive.
@@ -291,6 +294,10 @@ class TrainerMixin(CheckpointMixin):
         self.accelerator._models.append(self.model)
         self.model_wrapped = self.model
         self.create_scheduler(num_training_steps=max_steps)
+        self._steps_of_epoch = None
+        if has_length(train_dataloader):
+            accumulation = self.args.gradient_accumulation_steps
+            self._steps_of_epoch = math.ceil(len(train_dataloader) / accumulation)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -351,6 +358,9 @@ class TrainerMixin(CheckpointMixin):
                 " filter and the path that it came from"
             )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        # By default a group has the samples of one process, and the order depends on the layout.
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size = self.get_total_train_batch_size(self.args)
         # Accelerate determines the order of a RandomSampler, a generator that of another sampler.
         is_random = isinstance(sampler, torch.utils.data.RandomSampler)
         if is_random or getattr(sampler, "generator", self) is not None:
