@@ -134,6 +134,77 @@ def decode(value: Any, reference: Any = None, where: str = "value") -> Any:
         ) from error
 
 
+def refuse_other_kind(saved: Any, current: Any, where: str, *, is_strict: bool) -> None:
+    """Refuse a decoded value that cannot take the place of this run's own value.
+
+    Kinds are compared, not contents: numbers (also those in tensors of one element), booleans,
+    text, lists or tuples, and mappings. A value that is None in this run may be anything.
+
+    Args:
+        saved: Decoded value.
+        current: Value of this run.
+        where: Folder and name of the value in error messages.
+        is_strict: Whether sequences keep their lengths, mappings their public keys, numbers are
+            finite, and None is not a substitute for a value. False suits states of unknown classes.
+
+    Raises:
+        CheckpointError: The value is of another kind. The message names the innermost one.
+    """
+    if current is None or (saved is None and not is_strict):
+        return
+    kind = _kind(current)
+    if _kind(saved) != kind:
+        raise CheckpointError(
+            f"{where} is {str(saved)[:80]!r} in the checkpoint, but this run has a {kind} there"
+            f" ({str(current)[:80]}); load another checkpoint"
+        )
+    if kind == "number" and is_strict and _is_finite(current) and not _is_finite(saved):
+        raise CheckpointError(f"{where} is {saved} in the checkpoint; load another checkpoint")
+    if kind == "sequence":
+        if is_strict and len(saved) != len(current):
+            raise CheckpointError(
+                f"{where} has {len(saved)} entries in the checkpoint, but {len(current)} in this"
+                " run; load another checkpoint, or use the settings that it was written with"
+            )
+        for index, (item, own) in enumerate(zip(saved, current, strict=False)):
+            refuse_other_kind(item, own, f"{where}[{index}]", is_strict=is_strict)
+    if kind == "mapping":
+        for key, own in current.items():
+            if key in saved:
+                refuse_other_kind(saved[key], own, f"{where}.{key}", is_strict=is_strict)
+                continue
+            # Private flags come and go between versions of a library.
+            is_flag = str(key).startswith("_") and _kind(own) != "sequence"
+            if is_strict and isinstance(key, str) and not is_flag:
+                raise CheckpointError(
+                    f"{where}.{key} is missing in the checkpoint; load another checkpoint"
+                )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "boolean"
+    if isinstance(value, int | float | np.number):
+        return "number"
+    if isinstance(value, torch.Tensor):
+        return "number" if value.numel() == 1 else "tensor"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    if isinstance(value, Mapping):
+        return "mapping"
+    return type(value).__name__
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        # An integer that no float can hold.
+        return False
+
+
 def _decode_marked(value: dict[str, Any], reference: Any, where: str) -> Any:
     kind = value["$"]
     if kind == "own":

@@ -278,6 +278,33 @@ def test_errors_are_in_the_checkpoint(pool, method, tmp_path):
         assert losses_without_errors != losses
 
 
+def loaded_after_training(rank, world, config, folder, steps):
+    """Return whether a trained engine that loads equals a new one that loads. Runs on every rank.
+
+    The checkpoint has no state of PowerSGD.
+    """
+    batches = [step[rank] for step in cases.steps_for("llama", world, steps=steps)]
+    parallel = {**config["parallel"]}
+    del parallel["compress_gradients"]
+    plain = engine_of({**config, "parallel": parallel})
+    plain.save_checkpoint(folder)
+    trained_engine = engine_of(config)
+    for batch in batches:
+        trained_engine.train_batch(batch)
+    new_engine = engine_of(config)
+    states = []
+    for engine in (new_engine, trained_engine):
+        engine.load_checkpoint(folder)
+        states.append({name: value.clone() for name, value in engine.hooks.state().items()})
+    new_state, state = states
+    return [name for name in new_state if not torch.equal(new_state[name], state[name])]
+
+
+def test_a_load_without_factors_resets_them(pool, tmp_path):
+    config = configured(2, "stage 0 powersgd")
+    assert pool.run(2, loaded_after_training, config, str(tmp_path), POWERSGD_START + 2) == [[], []]
+
+
 def overflowed(rank, world, config):
     """Train in float16 with a scale that overflows at first. Runs on every rank."""
     engine = engine_of(config)

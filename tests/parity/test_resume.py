@@ -9,6 +9,7 @@ import functools
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from plait.errors import CheckpointError, InputError
+from plait.hashing import sha256_of
 from tests.parity import cases
 from tests.parity.full_tensors import full_weights, names_of_differences
 
@@ -335,6 +337,84 @@ def test_changed_settings_of_the_configuration_win(pool, tmp_path):
     for change in ("a longer schedule", "another schedule", "no schedule", "a new schedule"):
         assert len(notes[change]) == 1, change
         assert "the learning rate continues at" in notes[change][0], change
+
+
+def scheduled(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4)
+
+
+def save_to_be_forged(rank, world, folder):
+    train(build(world, make_scheduler=scheduled), 0).save_checkpoint(folder, tag="a")
+
+
+def load_forged(rank, world, folder, names):
+    """Return the message per forged checkpoint, and whether the weights changed."""
+    engine = build(world, make_scheduler=scheduled)
+    before = full_weights(engine.model)
+    messages = {}
+    for name in names:
+        try:
+            engine.load_checkpoint(folder / name)
+            messages[name] = "loaded"
+        except CheckpointError as error:
+            messages[name] = str(error)
+    return messages, names_of_differences(before, full_weights(engine.model))
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "scheduler.state": lambda m: m["scheduler"].update(state=[1]),
+    "scheduler.state.last_epoch": lambda m: m["scheduler"]["state"].update(last_epoch="x"),
+    "scheduler.state.base_lrs": lambda m: m["scheduler"]["state"].update(base_lrs=[]),
+    "scheduler.state.total_iters": lambda m: m["scheduler"]["state"].pop("total_iters"),
+    "optimizer.extra": lambda m: m["optimizer"].update(extra=[1]),
+    "optimizer.groups[0].betas": lambda m: m["optimizer"]["groups"][0]["now"].update(betas=[0.9]),
+    "optimizer.groups[0].betas[1]": (
+        lambda m: m["optimizer"]["groups"][0]["now"].update(betas=[0.9, "x"])
+    ),
+    "optimizer.groups[0].eps": lambda m: m["optimizer"]["groups"][0]["now"].update(eps={}),
+    "optimizer.groups[0].maximize": (
+        lambda m: m["optimizer"]["groups"][0]["now"].update(maximize=None)
+    ),
+    "optimizer.groups[0].lr": (
+        lambda m: m["optimizer"]["groups"][0]["now"].update(lr={"$": "float", "value": "nan"})
+    ),
+}
+
+
+def test_forged_values_of_other_kinds_are_refused(pool, tmp_path):
+    """Their hashes are right. Otherwise they would fail in a later step, or train with NaN."""
+    pool.run(2, save_to_be_forged, tmp_path / "real")
+    for name, forge in FORGED.items():
+        shutil.copytree(tmp_path / "real", tmp_path / name)
+        path = tmp_path / name / "a" / "manifest.json"
+        manifest = json.loads(path.read_text())
+        forge(manifest["metadata"])
+        rehash(tmp_path / name, manifest)
+
+    # A state that AdamW needs in every step.
+    shutil.copytree(tmp_path / "real", tmp_path / "step")
+    manifest = json.loads((tmp_path / "step" / "a" / "manifest.json").read_text())
+    path = tmp_path / "step" / "a" / "00000.json"
+    leader = json.loads(path.read_text())
+    for key in [key for key in leader["tensors"] if key.endswith(".step")]:
+        del leader["tensors"][key]
+    path.write_text(json.dumps(leader))
+    manifest["ranks"][0] = sha256_of(path.read_text())
+    rehash(tmp_path / "step", manifest)
+
+    for messages, changed in pool.run(2, load_forged, tmp_path, [*FORGED, "step"]):
+        for name, message in messages.items():
+            field = f"{tmp_path / name / 'a'}: {name}" if name in FORGED else ".step is missing"
+            assert field in message, (name, message)
+        assert not changed
+
+
+def rehash(folder, manifest):
+    """Write a manifest, and its hash to the two files that contain it."""
+    text = json.dumps(manifest)
+    (folder / "a" / "manifest.json").write_text(text)
+    (folder / "a" / "manifest.sha256").write_text(sha256_of(text))
+    (folder / "LATEST").write_text(json.dumps({"tag": "a", "manifest_sha256": sha256_of(text)}))
 
 
 def load_other_depths(rank, world, folder):

@@ -38,6 +38,12 @@ from plait.errors import CheckpointError
 from plait.hashing import sha256_of
 
 BEGUN = "begun"
+_LATEST_TEMPORARY = re.compile(rf"\.{LATEST}\.[0-9a-f]+\.tmp")
+_ABANDONED_SECONDS = 600
+"""Age at which a temporary file of LATEST belongs to a save that was killed.
+
+Another save may run at the same time, but it renames this small file as soon as it is on disk.
+"""
 _SAVED_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)|begun")
 
 
@@ -124,6 +130,16 @@ class FileSystemCommit(Commit):
 
     def _delete_replaced(self) -> None:
         remove_if_possible(self._replaced)
+        # Remains only take up space, so no error here fails a save that is published.
+        with suppress(OSError):
+            # LATEST was just written. Both times are those of the file system.
+            newest = (self.folder / LATEST).stat().st_mtime
+            for path in self.folder.iterdir():
+                # The save of a tag may use a folder with such a name.
+                if not _LATEST_TEMPORARY.fullmatch(path.name) or not path.is_file():
+                    continue
+                if path.stat().st_mtime < newest - _ABANDONED_SECONDS:
+                    remove_if_possible(path)
 
     def abandon(self) -> None:
         remove_if_possible(self.files)

@@ -7,6 +7,8 @@ Note [Layout of a folder]
     .step-00000200.tmp/        checkpoint that is being written
     .step-00000100.replaced/   older checkpoint of the same tag, until the new one is published
     .step-00000050.deleted/    checkpoint that is being deleted
+    .LATEST.<hex>.tmp          LATEST that is being written. After a kill it remains, and a save
+                               removes it when it is ten minutes old
 """
 
 from __future__ import annotations

@@ -347,14 +347,8 @@ def load_states(
         parameter: dict(tensors) for parameter, tensors in fill.states.items()
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = parameter_names(model)
-    # Tied parameters are saved under the name that the saving layout used.
-    owners = {alias: parameter for parameter in parameters for alias in names[parameter]}
-    for key, value in record["values"].items():
-        alias, _, state_name = key.removeprefix("state.").rpartition(".")
-        if alias in owners:
-            decoded = exact.decode(value, None, state_name)
-            states.setdefault(owners[alias], {})[state_name] = decoded
+    for parameter, values in _decoded_values(model, parameters, record).items():
+        states.setdefault(parameter, {}).update(values)
     # States of the run so far are freed, because none of them remains after the load.
     optimizer.state.clear()
 
@@ -370,7 +364,9 @@ def load_states(
         {**group, **values, "params": group["params"]}
         for group, values in zip(state_dict["param_groups"], groups, strict=True)
     ]
-    state_dict |= exact.decode(record["extra"], _other_entries(state_dict))
+    # A damaged record must not replace the states and groups.
+    extra = _other_entries(exact.decode(record["extra"], _other_entries(state_dict)))
+    state_dict |= extra
     optimizer.load_state_dict(state_dict)
 
     for parameter, tensors in fill.states.items():
@@ -379,6 +375,91 @@ def load_states(
             # torch casts most states to their parameter's dtype, which rounds them.
             if key in loaded and loaded[key].dtype != tensor.dtype and key != "step":
                 loaded[key] = tensor.to(loaded[key].device)
+
+
+def refuse_other_kinds(
+    model: nn.Module, optimizer: Optimizer, fill: Fill, record: Mapping[str, Any], where: str
+) -> None:
+    """Refuse states without tensors, and missing states, that would fail in a later step.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        fill: Result of `allocate`.
+        record: Record of the optimizer, from `merge_stages`.
+        where: Folder of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: A state is missing, or is of another kind than in this run.
+    """
+    exact.refuse_other_kind(
+        exact.decode(record["extra"], _other_entries(optimizer.state_dict())),
+        _other_entries(optimizer.state_dict()),
+        f"{where}: optimizer.extra",
+        is_strict=False,
+    )
+    names = parameter_names(model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values = _decoded_values(model, parameters, record)
+    # SGD creates its only state at any step.
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(
+        optimizer, torch.optim.SGD | torch.optim.LBFGS | torch.optim.SparseAdam
+    ):
+        return
+    for group in optimizer.param_groups:
+        created: dict[int, dict[str, Any]] = {}
+        for parameter in group["params"]:
+            saved = {**fill.states.get(parameter, {}), **values.get(parameter, {})}
+            if not saved:
+                continue
+            if parameter.ndim not in created:
+                created[parameter.ndim] = _states_after_a_step(optimizer, group, parameter.ndim)
+            for key, own in created[parameter.ndim].items():
+                place = f"{where}: optimizer.state.{names[parameter][0]}.{key}"
+                if key not in saved:
+                    raise CheckpointError(
+                        f"{place} is missing in the checkpoint; load another checkpoint"
+                    )
+                if not isinstance(saved[key], torch.Tensor):
+                    exact.refuse_other_kind(saved[key], own, place, is_strict=True)
+
+
+def _states_after_a_step(
+    optimizer: Optimizer, group: Mapping[str, Any], ndim: int
+) -> dict[str, Any]:
+    """Return the states that a step creates for a parameter of `ndim` dimensions.
+
+    The step is that of another optimizer with the values of the group and one small parameter.
+    """
+    parameter = nn.Parameter(torch.ones((1,) * ndim))
+    parameter.grad = torch.zeros_like(parameter)
+    # Kernels of a device do not fit a parameter on the CPU.
+    kernels = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
+    values: dict[str, Any] = {}
+    for key, value in group.items():
+        if key not in ("params", "param_names"):
+            values[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+    values |= {key: value for key, value in kernels.items() if key in group}
+    build: Callable[..., Optimizer] = type(optimizer)
+    stand_in = build([{**values, "params": [parameter]}])
+    stand_in.step()
+    return dict(stand_in.state[parameter])
+
+
+def _decoded_values(
+    model: nn.Module, parameters: Sequence[nn.Parameter], record: Mapping[str, Any]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the states of this rank's parameters that are not tensors."""
+    names = parameter_names(model)
+    # Tied parameters are saved under the name that the saving layout used.
+    owners = {alias: parameter for parameter in parameters for alias in names[parameter]}
+    values: dict[nn.Parameter, dict[str, Any]] = {}
+    for key, value in record["values"].items():
+        alias, _, state_name = key.removeprefix("state.").rpartition(".")
+        if alias in owners:
+            decoded = exact.decode(value, None, state_name)
+            values.setdefault(owners[alias], {})[state_name] = decoded
+    return values
 
 
 def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, TensorRecord]]:

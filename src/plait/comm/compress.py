@@ -334,23 +334,25 @@ class PowerSGDBuckets(_TwoMessageBuckets):
         self._factored: dict[int, list[_FactoredMatrix]] = {}
         self._uncompressed: dict[int, list[tuple[int, int]]] = {}
         """(offset, length) of the tensors of each bucket that are sent uncompressed."""
+        self._seeds: dict[int, int] = {}
+        """Seed of the initial factors of each bucket."""
 
         bucket_counts = {True: 0, False: 0}
         for index, flat in enumerate(flats):
             # Buckets of tensor-parallel shards are counted separately, so that tp ranks with
             # different numbers of them draw the same factors for replicated tensors.
             seed = 2 * bucket_counts[flat.tp_local] + flat.tp_local
-            self._add_bucket(index, flat, rank, seed=seed)
+            self._add_bucket(index, flat, rank)
+            self._seeds[index] = seed
             bucket_counts[flat.tp_local] += 1
         for index in self._factored:
             self.carried.state[f"{index}.error"] = torch.zeros_like(
                 self.buffers[index], dtype=wide_dtype(flats[index].dtype)
             )
+        self.reset()
 
-    def _add_bucket(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
-        """Decide whether each tensor of a bucket is factored, and draw the initial factors."""
-        # All ranks draw the same factors.
-        generator = torch.Generator().manual_seed(seed)
+    def _add_bucket(self, index: int, flat: Flat, rank: int) -> None:
+        """Decide whether each tensor of a bucket is factored, and allocate the factors."""
         device = self.buffers[index].device
         offset = 0
         for shape in flat.shapes:
@@ -359,14 +361,27 @@ class PowerSGDBuckets(_TwoMessageBuckets):
             if factor_columns:
                 rows = shape[0]
                 columns = numel // rows
-                right = torch.randn(factor_columns, columns, generator=generator)
                 matrices = self._factored.setdefault(index, [])
                 name = f"{index}.{len(matrices)}.right"
                 matrices.append(_FactoredMatrix(offset, rows, columns, name))
-                self.carried.state[name] = right.to(device, wide_dtype(flat.dtype))
+                self.carried.state[name] = torch.empty(
+                    factor_columns, columns, dtype=wide_dtype(flat.dtype), device=device
+                )
             else:
                 self._uncompressed.setdefault(index, []).append((offset, numel))
             offset += numel
+
+    def reset(self) -> None:
+        """Set residuals and the step count to zero, and draw the initial factors."""
+        for name, tensor in self.carried.state.items():
+            if not name.endswith(".right"):
+                tensor.zero_()
+        for index, matrices in self._factored.items():
+            # All ranks draw the same factors.
+            generator = torch.Generator().manual_seed(self._seeds[index])
+            for matrix in matrices:
+                right = self.carried.state[matrix.right]
+                right.copy_(torch.randn(right.shape, generator=generator))
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

@@ -290,14 +290,47 @@ class Resume:
         if self._replayed is not None:
             self.scheduler.load_state_dict(self._replayed.state_dict())
             return
-        saved = self.saved_schedule
-        if saved is None or (self.source is None and saved["source"] is not None):
+        state = self._saved_state()
+        if state is None:
             return
-        self.scheduler.load_state_dict(
-            exact.decode(saved["state"], self.scheduler.state_dict(), "the schedule's state")
-        )
+        self.scheduler.load_state_dict(state)
         if self._ratios is not None:
             scale_rates(self.scheduler, self._ratios)
+
+    def refuse_other_kinds(self, groups: Sequence[Group], where: str) -> None:
+        """Refuse group values and a schedule state of other kinds than this run's own.
+
+        They would fail in a later step, after the load has changed the run.
+
+        Args:
+            groups: Result of `groups`.
+            where: Folder of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: A value is of another kind. The message names it.
+        """
+        for index, values in enumerate(groups):
+            current = self.optimizer.param_groups[index]
+            own = {key: current[key] for key in values if key in current}
+            exact.refuse_other_kind(
+                values, own, f"{where}: optimizer.groups[{index}]", is_strict=True
+            )
+        state = self._saved_state()
+        if self.scheduler is not None and state is not None:
+            # A caller's class may keep lists that grow, and values that are None at first.
+            is_known = type(self.scheduler).__module__.startswith(("torch.optim.", "plait."))
+            exact.refuse_other_kind(
+                state, self.scheduler.state_dict(), f"{where}: scheduler.state", is_strict=is_known
+            )
+
+    def _saved_state(self) -> Any:
+        """Return the saved state that `restore_schedule` loads, or None if it loads none."""
+        saved = self.saved_schedule
+        if self.scheduler is None or self._replayed is not None or saved is None:
+            return None
+        if self.source is None and saved["source"] is not None:
+            return None
+        return exact.decode(saved["state"], self.scheduler.state_dict(), "the schedule's state")
 
     def _note_changes(self, groups: Sequence[Group], saved_rates: Sequence[Any]) -> None:
         for key, (before, now) in self._changed.items():

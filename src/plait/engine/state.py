@@ -467,8 +467,10 @@ def _compare(
         steps=facts["global_steps"] - facts["skipped_steps"],
     )
     groups = resume.groups()
+    resume.refuse_other_kinds(groups, str(reader.path))
     place = stepper.tier.place if stepper.tier is not None else None
     fill = states.allocate(engine.model, stepper.optimizer, reader.tensors, record, place=place)
+    states.refuse_other_kinds(engine.model, stepper.optimizer, fill, record, str(reader.path))
     return _Comparison(client, resume, groups, fill)
 
 

@@ -159,6 +159,25 @@ def test_old_checkpoints_that_cannot_be_deleted(save, tmp_path):
         save(float(call), f"next-{call}")
 
 
+def test_a_save_removes_the_files_of_killed_saves(save, tmp_path):
+    """A process that is killed while it replaces LATEST leaves a temporary file."""
+    hour_ago = time.time() - 3600
+    abandoned = tmp_path / ".LATEST.0123456789abcdef.tmp"
+    running = tmp_path / ".LATEST.fedcba9876543210.tmp"
+    another_tag = tmp_path / ".LATEST.00.tmp"
+    abandoned.write_text("{")
+    running.write_text("{")
+    another_tag.mkdir()
+    os.utime(abandoned, (hour_ago, hour_ago))
+    os.utime(another_tag, (hour_ago, hour_ago))
+    save(1.0, "a")
+    assert not abandoned.exists()
+    assert running.exists() and another_tag.exists()
+    os.utime(running, (hour_ago, hour_ago))
+    save(2.0, "a")
+    assert not running.exists() and loaded_value(tmp_path) == 2.0
+
+
 @pytest.mark.parametrize("file", ["00000.safetensors", "00000.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_pruning_keeps_an_undamaged_checkpoint(save, tmp_path, file, damage):

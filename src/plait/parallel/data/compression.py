@@ -89,9 +89,12 @@ class Residuals(StepHook):
         """Restore the tensors that have the same shape in this run.
 
         Other residuals are reset, which loses the compression error of one step. Those of this
-        engine's own last step belong to gradients that the checkpoint does not have.
+        engine's own last step belong to gradients that the checkpoint does not have. PowerSGD's
+        other tensors become those of a new engine.
         """
         if self._reducer is not None:
+            if isinstance(self._reducer.reduction, PowerSGDBuckets):
+                self._reducer.reduction.reset()
             for name, tensor in self._reducer.reduction.state.items():
                 # Shapes differ if this run has other buckets.
                 if name in saved and saved[name].shape == tensor.shape:
