@@ -588,6 +588,16 @@ def different_rows(rank):
     wide = torch.ones(2, 3 + rank)
     long = torch.ones(2 + rank)
 
+    def backward(function=None):
+        loss = model(batch()["input_ids"]).logits.sum()
+        (function or torch.Tensor.backward)(loss)
+
+    yield Case(
+        ("loss.backward() was called", "accelerator.backward(loss) with plait.hf.Accelerator"),
+        backward,
+        partial(backward, accelerator.backward),
+    )
+
     def gather_padded():
         padded = accelerator.pad_across_processes(wide, dim=1)
         return accelerator.gather(padded).shape == (4, 4)
