@@ -114,6 +114,16 @@ def with_own_optimizer(function):
     return trains(plait.initialize(model, config, optimizer=argument, loss_fn=LOSS))
 
 
+def with_adagrad(function):
+    """Pass an optimizer that has states from its construction."""
+    model = plain()
+    config = settings(2, 1, 1, 1)
+    del config["optimizer"]
+    build = partial(torch.optim.Adagrad, lr=0.01)
+    optimizer: Any = build if function else build(model.parameters())
+    return trains(plait.initialize(model, config, optimizer=optimizer, loss_fn=LOSS))
+
+
 class ScaledLoss(nn.Module):
     """A loss with a parameter."""
 
@@ -252,6 +262,10 @@ DATA_PARALLEL = (
         *each_way(with_own_optimizer),
     ),
     Case(
+        ("already holds state of the unsharded", "pass a function of the parameters"),
+        *each_way(with_adagrad),
+    ),
+    Case(
         ("has a trainable parameter, `scale`", "model.loss = loss, before plait.initialize"),
         *each_way(with_trained_loss),
     ),
@@ -314,6 +328,46 @@ def with_auxiliary(passed):
     config = pipelines.settings(0, 2, pp=2)
     engine = plait.initialize(model, config, loss_fn=plait.WeightedLoss(loss, LOSS.weight))
     return trains(engine, [batch(), batch()])
+
+
+class Watchful(cases.PlainModel):
+    """A model whose forward reads a value that no run without weights can know."""
+
+    def forward(self, input_ids):  # type: ignore[override]
+        hidden = self.embed(input_ids)
+        if hidden.data_ptr() == 0:
+            raise RuntimeError("the storage of the tensor is not allocated")
+        return self.answer(hidden)
+
+    def answer(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden, False)
+        return cases.Output(self.head(hidden))
+
+
+def with_own_forward(passed):
+    torch.manual_seed(0)
+    model = Watchful(tied=False, layers=2)
+    options: Any = {}
+    if passed:
+        options["forward"] = lambda model, batch: model.answer(model.embed(batch["input_ids"]))
+    config = pipelines.settings(0, 2, pp=2)
+    engine = plait.initialize(model, config, loss_fn=LOSS, **options)
+    return trains(engine, [batch(), batch()])
+
+
+def run_copy(before):
+    """Run a copy of a model, made before or after it was split into stages."""
+    torch.manual_seed(0)
+    model = cases.PlainModel(tied=False, layers=2)
+    copied_model = copy.deepcopy(model)
+    engine = plait.initialize(model, pipelines.settings(0, 2, pp=2), loss_fn=LOSS)
+    engine.train_batch([batch(), batch()])
+    if not before:
+        copied_model = copy.deepcopy(engine.model)
+        copied_model(batch()["input_ids"])
+    sharded = plait.parallelize(copied_model, {"train_micro_batch_size_per_gpu": 2})
+    return sharded.predict(batch()).logits.shape[0] == 2
 
 
 def train_two_blocks(schedule):
@@ -379,6 +433,14 @@ PIPELINES = (
         ),
         partial(train_two_blocks, "zbv"),
         partial(train_two_blocks, "1f1b"),
+    ),
+    Case(
+        ("cannot be traced without weights", "pass forward=, a function of (model, batch)"),
+        *each_way(with_own_forward),
+    ),
+    Case(
+        ("this is a copy of a module that was split", "copy the model before plait.initialize"),
+        *each_way(run_copy),
     ),
     Case(
         ("changes the buffer temperature after", "change it before the first block or between two"),
@@ -525,6 +587,16 @@ def different_rows(rank):
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     wide = torch.ones(2, 3 + rank)
     long = torch.ones(2 + rank)
+
+    def backward(function=None):
+        loss = model(batch()["input_ids"]).logits.sum()
+        (function or torch.Tensor.backward)(loss)
+
+    yield Case(
+        ("loss.backward() was called", "accelerator.backward(loss) with plait.hf.Accelerator"),
+        backward,
+        partial(backward, accelerator.backward),
+    )
 
     def gather_padded():
         padded = accelerator.pad_across_processes(wide, dim=1)

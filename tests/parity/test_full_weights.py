@@ -117,3 +117,19 @@ def test_a_bucket_without_bytes_is_refused():
     with pytest.raises(InputError, match="bucket_bytes = 0 must be at least 1"):
         plait.iterate_weights(sharded, bucket_bytes=0)
     sharded.close()
+
+
+def test_parameters_in_files_are_refused(tmp_path):
+    """The message names the section that moves the parameters to files, with their states."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"train_micro_batch_size_per_gpu": 2}
+    zero = {"stage": 1, "offload_optimizer": nvme}
+    sharded = plait.parallelize(build("llama"), {**config, "zero_optimization": zero})
+    with pytest.raises(InputError, match=r'offload_optimizer.device = "nvme".*set it to "none"'):
+        plait.iterate_weights(sharded)
+    sharded.close()
+
+    zero["offload_optimizer"] = {"device": "none"}
+    sharded = plait.parallelize(build("llama"), {**config, "zero_optimization": zero})
+    assert list(plait.iterate_weights(sharded))
+    sharded.close()

@@ -46,7 +46,7 @@ from plait.cli.options import (
 from plait.cli.terminal import print_table
 from plait.errors import InputError
 from plait.files import not_writable
-from plait.names import did_you_mean
+from plait.names import did_you_mean, similar_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,6 +132,7 @@ def plan(
         else:
             print_names()
         return
+    _refuse_misspelt_name(file)
     # Wrong options are refused before the search, which can take long.
     _check_out(file, out)
     why = why or []
@@ -208,6 +209,15 @@ def _to_json(result: Plan, query: PlanQuery, reasons: list[Comparison]) -> dict[
         "why": answers,
         "notes": query.notes,
     }
+
+
+def _refuse_misspelt_name(file: Path | None) -> None:
+    """Raise InputError if a missing file without a suffix resembles `models` or `infer`."""
+    if file is None or file.suffix or file.exists():
+        return
+    matches = similar_names(str(file), (_LIST_NAMES, "infer"))
+    if matches:
+        raise InputError(f"{file}: there is no such file; did you mean `plait plan {matches[0]}`?")
 
 
 def _check_out(file: Path | None, out: Path | None) -> None:

@@ -172,6 +172,7 @@ def _read_text(path: Path) -> str:
         rule = "is a folder and not a file"
     except UnicodeDecodeError:
         rule = "is not text in UTF-8"
+        remedy = "save it as UTF-8, or pass another file"
     except (OSError, ValueError) as error:
         # No permission, a path that is too long, or a zero byte in it.
         rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
@@ -253,7 +254,7 @@ def _parse_json(text: str, name: str) -> Any:
         items: dict[str, Any] = {}
         for key, value in pairs:
             if key in items:
-                duplicates.append(_duplicate_key(key, items[key], value))
+                duplicates.append(_duplicate_key(f"{name}, {key}", items[key], value))
             items[key] = value
         return items
 
@@ -281,10 +282,10 @@ def _parse_json(text: str, name: str) -> Any:
     return value
 
 
-def _duplicate_key(key: str, first: Any, second: Any) -> Problem:
+def _duplicate_key(field: str, first: Any, second: Any) -> Problem:
     values = [shorten(json.dumps(value, default=str), 60) for value in (first, second)]
     return Problem(
-        key,
+        field,
         None,
         f"is given twice in one object, as {' and as '.join(values)}",
         "keep one of them",
@@ -334,14 +335,13 @@ def _construct_mapping(
     for key_node, value_node in node.value:
         key: Hashable = loader.construct_object(key_node, deep=True)
         value = loader.construct_object(value_node, deep=True)
-        line = f"line {key_node.start_mark.line + 1}"
+        line = f"{loader.name}, line {key_node.start_mark.line + 1}"
         if not isinstance(key, str):
             raise ConfigError(
                 Problem(f"{line}, key {key!r}", None, "keys must be strings", "quote it")
             )
         if key in items:
-            problem = _duplicate_key(key, items[key], value)
-            raise ConfigError(Problem(f"{line}, {key}", None, problem.rule, problem.remedy))
+            raise ConfigError(_duplicate_key(f"{line}, {key}", items[key], value))
         items[key] = value
     return items
 
@@ -357,7 +357,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 def _parse_yaml(text: str, name: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        # `_construct_mapping` names the file in its messages.
+        loader.name = name
+        return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         # Before its base class `YAMLError`, because only this one has a position.
         location = name

@@ -59,10 +59,19 @@ class PredictedPeak:
     peak: Peak
 
 
+MAX_MICRO_BATCHES = 1000
+"""Largest number of micro-batches per step. Pipelines take seconds for this many."""
+
+
 def why_not_predicted(resolved: Resolved) -> str | None:
     """Return the first setting that the prediction does not support and why, or None."""
     data = resolved.data_parallel
     reasons = (
+        (
+            resolved.batch.accumulation > MAX_MICRO_BATCHES,
+            f"gradient_accumulation_steps above {MAX_MICRO_BATCHES}, because every micro-batch of"
+            " a step is simulated",
+        ),
         (
             resolved.compile.enabled,
             "compile.enabled = true, because the compiler decides what a block saves",

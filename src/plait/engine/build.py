@@ -287,8 +287,9 @@ def _with_shards(
     """Replace the parameters of an optimizer that was built before sharding."""
     if optimizer.state:
         raise InputError(
-            "the optimizer already holds state of the unsharded parameters; pass it before its"
-            " first step, or pass a function of the parameters"
+            # Adagrad creates its state when it is built, so not "pass it before its first step".
+            "the optimizer already holds state of the unsharded parameters; pass a function of the"
+            " parameters, which builds it, in its place"
         )
     sharded = dict(model.named_parameters())
     for group in optimizer.param_groups:

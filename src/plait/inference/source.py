@@ -369,6 +369,7 @@ def _open_base(folder: Path) -> Source:
         weight_files(folder)  # raises an error if they are incomplete
         return Source(folder, None, folder if _has_tokenizer(folder) else None)
 
+    _refuse_broken_config(folder)
     checkpoint = open_checkpoint(folder)
     tokenizer_folder = None
     # A checkpoint is below the folder of its run, which has the tokenizer.
@@ -377,6 +378,20 @@ def _open_base(folder: Path) -> Source:
             tokenizer_folder = parent / "tokenizer"
             break
     return Source(folder, checkpoint, tokenizer_folder)
+
+
+def _refuse_broken_config(folder: Path) -> None:
+    """Raise InputError if a folder has a config.json that is not JSON."""
+    file = folder / "config.json"
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return
+    except ValueError as error:
+        raise InputError(
+            f"--model {folder}: its config.json is not JSON ({first_line(error)}); correct it, or"
+            " save the model again"
+        ) from None
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -723,8 +723,8 @@ def _read_config(file: Path) -> dict[str, Any]:
 
     if not isinstance(content, dict):
         raise InputError(
-            f"model {file}: contains a {type(content).__name__}, not a JSON object; name a Hugging"
-            " Face config.json"
+            f"model {file}: contains a value of type {type(content).__name__}, not a JSON"
+            " object; name a Hugging Face config.json"
         )
 
     return content

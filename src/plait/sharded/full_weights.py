@@ -70,10 +70,13 @@ def gathered(
         InputError: The parameters are kept in files.
     """
     if sharded.config.parameter_offload.device == "nvme":
+        section = "param"
+        if sharded.config.parameter_offload.with_states:
+            section = "optimizer"
         raise InputError(
-            'iterate_weights: offload_param.device = "nvme" keeps the parameters in files; save a'
-            " checkpoint, whose weights plait.load_trained(model, folder) reads, or choose a layout"
-            " that has them in memory"
+            f'iterate_weights: offload_{section}.device = "nvme" keeps the parameters in files; set'
+            ' it to "none", or use plait.initialize and engine.save_checkpoint(folder),'
+            " whose weights plait.load_trained(model, folder) reads"
         )
     return _buckets(sharded, tensors, bucket_bytes)
 

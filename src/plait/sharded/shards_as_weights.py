@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from plait._torch.tensors import local_tensor
 from plait.errors import InputError
 from plait.model.adapters import with_full_prompts
+from plait.parallel.pipeline.stage import refuse_forward_of_copy
 from plait.parallel.techniques.tiled_mlp import Tiles
 
 FULL_STATE = (
@@ -185,18 +186,9 @@ def _reduce_without_replacement(self: Any, protocol: Any) -> Any:
             forward = forward.original
         else:
             # Recomputation, and the check of hooks around a layer, name the forward that they call.
-            forward = getattr(forward, "__wrapped__", _refuse_forward_of_copy)
+            forward = getattr(forward, "__wrapped__", refuse_forward_of_copy)
     state["forward"] = forward
     return function, arguments, state, *rest
-
-
-def _refuse_forward_of_copy(*_: Any, **__: Any) -> Any:
-    raise InputError(
-        "this is a copy of a module that was split over processes, and the copy cannot compute with"
-        " the other processes; to run its weights, copy them into the trained model"
-        " (parameter.copy_ under torch.no_grad()); for a second model, such as a reference model,"
-        " copy the model before plait.initialize, and pass the copy to plait.parallelize"
-    )
 
 
 def _refuse_pickle(self: Any, protocol: Any) -> Any:

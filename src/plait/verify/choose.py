@@ -9,6 +9,7 @@ before any process of the verification starts. The report explains the choice.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,6 +128,11 @@ def _read_fields(source: str, option: str) -> shrink.Fields:
             f"{option} = {source!r}: there is no such file or folder; name a folder, a file"
             f" config.json or {_FUNCTION}"
         )
+    if not _contains_object(path / "config.json" if path.is_dir() else path):
+        raise InputError(
+            f"{option} = {source!r}: contains no JSON object; name a folder that save_pretrained"
+            " wrote"
+        )
     try:
         name = str(path) if path.exists() else source
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -139,6 +145,17 @@ def _read_fields(source: str, option: str) -> shrink.Fields:
     read: shrink.Fields = config.to_dict()
     check_sizes(read, f"{option} {source}: ")
     return read
+
+
+def _contains_object(file: Path) -> bool:
+    """Return False if a file contains JSON other than an object, about which Transformers fails.
+
+    Transformers has messages of its own about a file that is missing or not JSON.
+    """
+    try:
+        return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        return True
 
 
 def _choose_transformers(

@@ -48,7 +48,7 @@ class ContextParallel(Technique):
             )
         if context.technique(DataParallel).update_in_backward:
             rule = "a parameter is updated in the backward, before its gradient is summed over cp"
-            raise ConfigError(Problem("parallel.optimizer_in_backward", "true", rule, "use false"))
+            raise ConfigError(Problem("parallel.optimizer_in_backward", True, rule, "use false"))
         config: Any = getattr(context.model, "config", None)
         if context.model is not None and getattr(config, "model_type", None) != "llama":
             raise ModelError(

@@ -93,6 +93,10 @@ def test_bytes_of_offload_to_files(tmp_path, capsys):
             "--sequence-length 64",
             "not modelled yet: zero_optimization.offload_optimizer",
         ),
+        (
+            "--set gradient_accumulation_steps=1000000000 --peak --sequence-length 64",
+            "not modelled yet: gradient_accumulation_steps above 1000, because every micro-batch",
+        ),
     ],
 )
 def test_a_missing_peak_has_its_reason(options, message, tmp_path, capsys):

@@ -163,6 +163,10 @@ READ one.jsonl --out gone/a.jsonl -> create it first, or pass a file in an exist
     -> READ one.jsonl --out 4.jsonl NEW
 READ ids.jsonl --out 5.jsonl --seed 9223372036854775807 --temperature 1 -> use at most MAX
     -> READ ids.jsonl --out 5.jsonl --seed MAX --temperature 1 NEW
+ASK --temperature -1 -> --temperature = -1.0 must be 0 (greedy), or at least
+    -> ASK --temperature 0 NEW
+ASK --top-p 2 -> --top-p = 2.0 must be above 0, at most 1 -> ASK --top-p 1 NEW
+generate --model garbled --prompt a -> its config.json is not JSON -> ASK NEW
 ASK --tp x -> pass a number of devices, or auto -> ASK --tp 1 NEW | ASK --tp auto NEW
 ASK --tp 3 -> use one of 1, 2 -> ASK --tp 1 NEW
 ASK --pp 7 -> must be between 1 and the model's 6 layers; use fewer -> ASK --pp 1 NEW
@@ -253,10 +257,11 @@ def test_commands(tmp_path, monkeypatch, capsys):
     changed_copy(model, tmp_path / "short", "generation_config.json", max_length=20)
     changed_copy(model, tmp_path / "beams", "generation_config.json", num_beams=2)
     shutil.copytree(model, tmp_path / "words", ignore=shutil.ignore_patterns("tokenizer*"))
-    for name in ("broken", "mended"):
+    for name in ("broken", "mended", "garbled"):
         shutil.copytree(model, tmp_path / name)
     (tmp_path / "mended" / "generation_config.json").unlink()
     (tmp_path / "broken" / "generation_config.json").write_text("[")
+    (tmp_path / "garbled" / "config.json").write_text('{"model_type": ')
     for name, text in PROMPT_FILES.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))

@@ -414,7 +414,7 @@ def refuse_in_backward(
             'set parallel.compress_gradients = "none"',
         ),
     )
-    _refuse("parallel.optimizer_in_backward", "true", rules, fallback="false")
+    _refuse("parallel.optimizer_in_backward", True, rules, fallback="false")
 
 
 def refuse_unsharded_optimizer(

@@ -322,6 +322,7 @@ def foreign_backward() -> InputError:
         )
     return InputError(
         "loss.backward() was called on a model of plait.initialize: it does not divide by the"
-        " number of micro-batches and ranks; call engine.backward(loss), or use plait.parallelize"
-        " with your own training loop"
+        " number of micro-batches and ranks; call engine.backward(loss), or"
+        " accelerator.backward(loss) with plait.hf.Accelerator, or use plait.parallelize with your"
+        " own training loop"
     )

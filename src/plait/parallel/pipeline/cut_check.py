@@ -166,7 +166,8 @@ class CutCheck:
             raise ModelError(
                 f"parallel.pp: cannot check that the pipeline stages of {name} compute what the"
                 " full model computes, because its forward cannot be traced without weights"
-                f" ({error}); use parallel.pp = 1"
+                f" ({error}); pass forward=, a function of (model, batch) that can be traced, for"
+                " example without the arguments that take the failing path, or use parallel.pp = 1"
             ) from error
         self._set_by_forward |= set(trace.flow.settings)
         self._refuse_state(trace.flow, name)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from plait._torch.modules import direct_children, direct_parameters, state_witho
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import leave_forward
 from plait._torch.tensors import local_tensor
-from plait.errors import ModelError
+from plait.errors import InputError, ModelError
 from plait.model.sequence import is_inside
 from plait.model.stages import Skeleton, StageCut, UnavailableTensor, stage_of_block
 from plait.parallel.schedules.schedule import Schedule
@@ -382,6 +382,16 @@ class StageEnd(Exception):
         self.output = output
 
 
+def refuse_forward_of_copy(*_: Any, **__: Any) -> NoReturn:
+    """Raise InputError in place of the forward of a copied module."""
+    raise InputError(
+        "this is a copy of a module that was split over processes, and the copy cannot compute with"
+        " the other processes; to run its weights, copy them into the trained model"
+        " (parameter.copy_ under torch.no_grad()); for a second model, such as a reference model,"
+        " copy the model before plait.initialize, and pass the copy to plait.parallelize"
+    )
+
+
 class Placeholder(nn.Module):
     """Module that stands in for a block. See Note [Placeholders]."""
 
@@ -413,7 +423,9 @@ class PlaceholderBlock(Placeholder):
     plait_value: Any
 
     def plait_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `plait_value`."""
+        """Return `plait_value`, which a copy does not have, because copies have no slots."""
+        if not hasattr(self, "plait_value"):
+            refuse_forward_of_copy()
         return self.plait_value
 
 

@@ -129,20 +129,20 @@ class Pipeline(Technique):
         """Return the index of each stage's first block, followed by the number of blocks."""
         stages = schedule.stages
         counts = self.blocks_per_stage
+        if stages > len(blocks):
+            rule = (
+                f"the schedule has {stages} stages with at least one block each, and the model"
+                f" has {len(blocks)} blocks"
+            )
+            remedy = 'use "1f1b", which has one stage per rank'
+            if self.stages_per_rank is not None and self.stages_per_rank > 1:
+                remedy += ", leave parallel.pipeline.stages_per_rank out"
+            if counts is not None:
+                remedy += ", leave parallel.pipeline.blocks_per_stage out"
+            if schedule.pp > len(blocks):
+                remedy += f", and parallel.pp = {len(blocks)} or less"
+            raise ConfigError(Problem("parallel.pipeline.schedule", self.schedule, rule, remedy))
         if counts is None:
-            if stages > len(blocks):
-                rule = (
-                    f"the schedule has {stages} stages with at least one block each, and the model"
-                    f" has {len(blocks)} blocks"
-                )
-                remedy = 'use "1f1b", which has one stage per rank'
-                if self.stages_per_rank is not None and self.stages_per_rank > 1:
-                    remedy += ", leave parallel.pipeline.stages_per_rank out"
-                if schedule.pp > len(blocks):
-                    remedy += f", and parallel.pp = {len(blocks)} or less"
-                raise ConfigError(
-                    Problem("parallel.pipeline.schedule", self.schedule, rule, remedy)
-                )
             costs = forward_costs(model_facts(model, blocks))
             counts = balance_stages(costs.blocks, stages, first=costs.first, last=costs.last)
         elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:

@@ -107,12 +107,12 @@ def test_duplicate_keys_are_refused_with_both_values(tmp_path):
     with pytest.raises(ConfigError) as error:
         read(path)
     assert [str(problem) for problem in error.value.problems] == [
-        "b: is given twice in one object, as true and as false; keep one of them",
-        "a: is given twice in one object, as 1 and as 2; keep one of them",
+        f"{path}, b: is given twice in one object, as true and as false; keep one of them",
+        f"{path}, a: is given twice in one object, as 1 and as 2; keep one of them",
     ]
     path = tmp_path / "run.yaml"
     path.write_text("a: 1\nb: 2\na: 3\n")
-    with pytest.raises(ConfigError, match="line 3, a: is given twice in one object, as 1 and as 3"):
+    with pytest.raises(ConfigError, match=r"run.yaml, line 3, a: is given twice in one object"):
         read(path)
 
 
