@@ -391,21 +391,31 @@ def test_forged_values_of_other_kinds_are_refused(pool, tmp_path):
         forge(manifest["metadata"])
         rehash(tmp_path / name, manifest)
 
-    # A state that AdamW needs in every step.
-    shutil.copytree(tmp_path / "real", tmp_path / "step")
-    manifest = json.loads((tmp_path / "step" / "a" / "manifest.json").read_text())
-    path = tmp_path / "step" / "a" / "00000.json"
-    leader = json.loads(path.read_text())
-    for key in [key for key in leader["tensors"] if key.endswith(".step")]:
-        del leader["tensors"][key]
-    path.write_text(json.dumps(leader))
-    manifest["ranks"][0] = sha256_of(path.read_text())
-    rehash(tmp_path / "step", manifest)
+    def without_steps(tensors):
+        for key in [key for key in tensors if key.endswith(".step")]:
+            del tensors[key]
 
-    for messages, changed in pool.run(2, load_forged, tmp_path, [*FORGED, "step"]):
+    def without_elements(tensors):
+        for key in [key for key in tensors if key.endswith(".exp_avg_sq")]:
+            tensors[key]["shape"][0] = 0
+
+    # States that AdamW needs in every step. A fused kernel does not check their sizes.
+    forged_tensors = {"step": without_steps, "shape": without_elements}
+    for name, change in forged_tensors.items():
+        shutil.copytree(tmp_path / "real", tmp_path / name)
+        manifest = json.loads((tmp_path / name / "a" / "manifest.json").read_text())
+        path = tmp_path / name / "a" / "00000.json"
+        leader = json.loads(path.read_text())
+        change(leader["tensors"])
+        path.write_text(json.dumps(leader))
+        manifest["ranks"][0] = sha256_of(path.read_text())
+        rehash(tmp_path / name, manifest)
+
+    expected = {name: f"{tmp_path / name / 'a'}: {name}" for name in FORGED}
+    expected |= {"step": ".step is missing", "shape": "exp_avg_sq has shape (0, "}
+    for messages, changed in pool.run(2, load_forged, tmp_path, [*FORGED, *forged_tensors]):
         for name, message in messages.items():
-            field = f"{tmp_path / name / 'a'}: {name}" if name in FORGED else ".step is missing"
-            assert field in message, (name, message)
+            assert expected[name] in message, (name, message)
         assert not changed
 
 

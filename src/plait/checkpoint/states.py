@@ -378,19 +378,23 @@ def load_states(
 
 
 def refuse_other_kinds(
-    model: nn.Module, optimizer: Optimizer, fill: Fill, record: Mapping[str, Any], where: str
+    model: nn.Module,
+    optimizer: Optimizer,
+    stored: Mapping[str, TensorRecord],
+    record: Mapping[str, Any],
+    where: str,
 ) -> None:
-    """Refuse states without tensors, and missing states, that would fail in a later step.
+    """Refuse states that would fail in a later step, or read memory that is not theirs.
 
     Args:
         model: The model.
         optimizer: Its optimizer.
-        fill: Result of `allocate`.
+        stored: All tensors of the checkpoint by name.
         record: Record of the optimizer, from `merge_stages`.
         where: Folder of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: A state is missing, or is of another kind than in this run.
+        CheckpointError: A state is missing, or has another kind or shape than in this run.
     """
     exact.refuse_other_kind(
         exact.decode(record["extra"], _other_entries(optimizer.state_dict())),
@@ -406,32 +410,49 @@ def refuse_other_kinds(
         optimizer, torch.optim.SGD | torch.optim.LBFGS | torch.optim.SparseAdam
     ):
         return
+    tensors = stored_states(stored)
     for group in optimizer.param_groups:
         created: dict[int, dict[str, Any]] = {}
         for parameter in group["params"]:
-            saved = {**fill.states.get(parameter, {}), **values.get(parameter, {})}
+            # Tied parameters are saved under the name that the saving layout used.
+            name = next((alias for alias in names[parameter] if alias in tensors), "")
+            saved = {**tensors.get(name, {}), **values.get(parameter, {})}
             if not saved:
                 continue
-            if parameter.ndim not in created:
-                created[parameter.ndim] = _states_after_a_step(optimizer, group, parameter.ndim)
-            for key, own in created[parameter.ndim].items():
-                place = f"{where}: optimizer.state.{names[parameter][0]}.{key}"
+            ndim = parameter.ndim
+            if ndim not in created:
+                created[ndim] = _states_after_a_step(optimizer, group, _small_shape(ndim))
+            for key, own in created[ndim].items():
+                place = f"{where}: optimizer.state.{name or names[parameter][0]}.{key}"
                 if key not in saved:
                     raise CheckpointError(
                         f"{place} is missing in the checkpoint; load another checkpoint"
                     )
-                if not isinstance(saved[key], torch.Tensor):
+                if not isinstance(saved[key], TensorRecord):
                     exact.refuse_other_kind(saved[key], own, place, is_strict=True)
+                # A fused kernel does not check the sizes of the states that it reads and writes.
+                elif own.shape == _small_shape(ndim):
+                    shape = stored[f"{MODEL_START}{name}"].shape
+                    if saved[key].shape != shape:
+                        raise CheckpointError(
+                            f"{place} has shape {saved[key].shape} in the checkpoint, and its"
+                            f" parameter {shape}; load another checkpoint"
+                        )
+
+
+def _small_shape(ndim: int) -> tuple[int, ...]:
+    """Return a shape of different sizes: only a state of the same shape has a value per element."""
+    return tuple(range(2, 2 + ndim))
 
 
 def _states_after_a_step(
-    optimizer: Optimizer, group: Mapping[str, Any], ndim: int
+    optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the states that a step creates for a parameter of `ndim` dimensions.
+    """Return the states that a step creates for a parameter of a shape.
 
     The step is that of another optimizer with the values of the group and one small parameter.
     """
-    parameter = nn.Parameter(torch.ones((1,) * ndim))
+    parameter = nn.Parameter(torch.ones(shape))
     parameter.grad = torch.zeros_like(parameter)
     # Kernels of a device do not fit a parameter on the CPU.
     kernels = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}

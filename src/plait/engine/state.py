@@ -470,7 +470,9 @@ def _compare(
     resume.refuse_other_kinds(groups, str(reader.path))
     place = stepper.tier.place if stepper.tier is not None else None
     fill = states.allocate(engine.model, stepper.optimizer, reader.tensors, record, place=place)
-    states.refuse_other_kinds(engine.model, stepper.optimizer, fill, record, str(reader.path))
+    states.refuse_other_kinds(
+        engine.model, stepper.optimizer, reader.tensors, record, str(reader.path)
+    )
     return _Comparison(client, resume, groups, fill)
 
 
