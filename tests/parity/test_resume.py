@@ -366,7 +366,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "scheduler.state.last_epoch": lambda m: m["scheduler"]["state"].update(last_epoch="x"),
     "scheduler.state.base_lrs": lambda m: m["scheduler"]["state"].update(base_lrs=[]),
     "scheduler.state.total_iters": lambda m: m["scheduler"]["state"].pop("total_iters"),
-    "optimizer.extra": lambda m: m["optimizer"].update(extra=[1]),
+    "the optimizer's extra entries": lambda m: m["optimizer"].update(extra=[1]),
     "optimizer.groups[0].betas": lambda m: m["optimizer"]["groups"][0]["now"].update(betas=[0.9]),
     "optimizer.groups[0].betas[1]": (
         lambda m: m["optimizer"]["groups"][0]["now"].update(betas=[0.9, "x"])
@@ -412,7 +412,7 @@ def test_forged_values_of_other_kinds_are_refused(pool, tmp_path):
         rehash(tmp_path / name, manifest)
 
     expected = {name: f"{tmp_path / name / 'a'}: {name}" for name in FORGED}
-    expected |= {"step": ".step is missing", "shape": "exp_avg_sq has shape (0, "}
+    expected |= {"step": "state step of ", "shape": "state exp_avg_sq of "}
     for messages, changed in pool.run(2, load_forged, tmp_path, [*FORGED, *forged_tensors]):
         for name, message in messages.items():
             assert expected[name] in message, (name, message)

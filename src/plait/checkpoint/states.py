@@ -399,7 +399,7 @@ def refuse_other_kinds(
     exact.refuse_other_kind(
         exact.decode(record["extra"], _other_entries(optimizer.state_dict())),
         _other_entries(optimizer.state_dict()),
-        f"{where}: optimizer.extra",
+        f"{where}: the optimizer's extra entries",
         is_strict=False,
     )
     names = parameter_names(model)
@@ -423,7 +423,7 @@ def refuse_other_kinds(
             if ndim not in created:
                 created[ndim] = _states_after_a_step(optimizer, group, _small_shape(ndim))
             for key, own in created[ndim].items():
-                place = f"{where}: optimizer.state.{name or names[parameter][0]}.{key}"
+                place = f"{where}: state {key} of {name or names[parameter][0]}"
                 if key not in saved:
                     raise CheckpointError(
                         f"{place} is missing in the checkpoint; load another checkpoint"
