@@ -359,15 +359,7 @@ def _longest_request(
     from plait.inference.generation_settings import check_ids, settings_of, tokens_of_model
     from plait.inference.requests import check_room, prompt_token_ids
 
-    try:
-        generation_settings = settings_of(model, settings)
-    except InputError as error:
-        # A message about a setting begins with its name.
-        name = str(error).partition(" ")[0].rstrip(":")
-        if name not in settings or name == "stop_strings":
-            raise
-        option = name.replace("_", "-")
-        raise InputError(f"--{option}{str(error).removeprefix(name)}") from None
+    generation_settings = settings_of(model, settings)
     vocabulary = tokens_of_model(model)
     longest = 0
     for name, prompt in prompts:

@@ -163,9 +163,6 @@ READ one.jsonl --out gone/a.jsonl -> create it first, or pass a file in an exist
     -> READ one.jsonl --out 4.jsonl NEW
 READ ids.jsonl --out 5.jsonl --seed 9223372036854775807 --temperature 1 -> use at most MAX
     -> READ ids.jsonl --out 5.jsonl --seed MAX --temperature 1 NEW
-ASK --temperature -1 -> --temperature = -1.0 must be 0 (greedy), or at least
-    -> ASK --temperature 0 NEW
-ASK --top-p 2 -> --top-p = 2.0 must be above 0, at most 1 -> ASK --top-p 1 NEW
 generate --model garbled --prompt a -> its config.json is not JSON -> ASK NEW
 ASK --tp x -> pass a number of devices, or auto -> ASK --tp 1 NEW | ASK --tp auto NEW
 ASK --tp 3 -> use one of 1, 2 -> ASK --tp 1 NEW
