@@ -181,7 +181,7 @@ def _reduce_without_replacement(self: Any, protocol: Any) -> Any:
     function, arguments, state, *rest = kind.__reduce_ex__(self, protocol)
     state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
     forward = state.get("forward")
-    while _is_replacement(forward):
+    while _is_replacement(forward) and forward is not refuse_forward_of_copy:
         if isinstance(forward, Tiles):
             forward = forward.original
         else:
