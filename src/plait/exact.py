@@ -166,15 +166,15 @@ def refuse_other_kind(saved: Any, current: Any, where: str, *, is_strict: bool) 
                 f"{where} has {len(saved)} entries in the checkpoint, but {len(current)} in this"
                 " run; load another checkpoint, or use the settings that it was written with"
             )
-        for index, (item, own) in enumerate(zip(saved, current, strict=False)):
-            refuse_other_kind(item, own, f"{where}[{index}]", is_strict=is_strict)
+        for index, (item, other) in enumerate(zip(saved, current, strict=False)):
+            refuse_other_kind(item, other, f"{where}[{index}]", is_strict=is_strict)
     if kind == "mapping":
-        for key, own in current.items():
+        for key, other in current.items():
             if key in saved:
-                refuse_other_kind(saved[key], own, f"{where}.{key}", is_strict=is_strict)
+                refuse_other_kind(saved[key], other, f"{where}.{key}", is_strict=is_strict)
                 continue
             # Private flags come and go between versions of a library.
-            is_flag = str(key).startswith("_") and _kind(own) != "sequence"
+            is_flag = str(key).startswith("_") and _kind(other) != "sequence"
             if is_strict and isinstance(key, str) and not is_flag:
                 raise CheckpointError(
                     f"{where}.{key} is missing in the checkpoint; load another checkpoint"

@@ -339,11 +339,11 @@ def differentiable_once(remedy: str) -> Callable[[Callable[..., Any]], Callable[
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def refuse_derivative(ctx: Any, *gradients: torch.Tensor) -> Any:
-            with torch.no_grad():
-                results = backward(ctx, *gradients)
             # True in a backward with `create_graph=True` only.
             if not torch.is_grad_enabled():
-                return results
+                return backward(ctx, *gradients)
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
             return tuple(
                 _NoDerivative.apply(result, torch.zeros((), requires_grad=True), remedy)
                 if isinstance(result, torch.Tensor)

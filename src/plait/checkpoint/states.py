@@ -396,9 +396,10 @@ def refuse_other_kinds(
     Raises:
         CheckpointError: A state is missing, or has another kind or shape than in this run.
     """
+    current_entries = _other_entries(optimizer.state_dict())
     exact.refuse_other_kind(
-        exact.decode(record["extra"], _other_entries(optimizer.state_dict())),
-        _other_entries(optimizer.state_dict()),
+        exact.decode(record["extra"], current_entries),
+        current_entries,
         f"{where}: the optimizer's extra entries",
         is_strict=False,
     )
@@ -422,16 +423,16 @@ def refuse_other_kinds(
             ndim = parameter.ndim
             if ndim not in created:
                 created[ndim] = _states_after_a_step(optimizer, group, _small_shape(ndim))
-            for key, own in created[ndim].items():
+            for key, state in created[ndim].items():
                 place = f"{where}: state {key} of {name or names[parameter][0]}"
                 if key not in saved:
                     raise CheckpointError(
                         f"{place} is missing in the checkpoint; load another checkpoint"
                     )
                 if not isinstance(saved[key], TensorRecord):
-                    exact.refuse_other_kind(saved[key], own, place, is_strict=True)
+                    exact.refuse_other_kind(saved[key], state, place, is_strict=True)
                 # A fused kernel does not check the sizes of the states that it reads and writes.
-                elif own.shape == _small_shape(ndim):
+                elif state.shape == _small_shape(ndim):
                     shape = stored[f"{MODEL_START}{name}"].shape
                     if saved[key].shape != shape:
                         raise CheckpointError(

@@ -311,9 +311,9 @@ class Resume:
         """
         for index, values in enumerate(groups):
             current = self.optimizer.param_groups[index]
-            own = {key: current[key] for key in values if key in current}
+            current_values = {key: current[key] for key in values if key in current}
             exact.refuse_other_kind(
-                values, own, f"{where}: optimizer.groups[{index}]", is_strict=True
+                values, current_values, f"{where}: optimizer.groups[{index}]", is_strict=True
             )
         state = self._saved_state()
         if self.scheduler is not None and state is not None:
